@@ -1,0 +1,193 @@
+"""Dense causal core attention without Transformer Engine.
+
+Legend: L query rows of this rank, T key rows (all ranks' rows under context parallelism),
+B batch, H heads of this rank, D query/key width, V value width.
+
+Keys and values come in global order, queries are this rank's rows; ``Rows.causal_blocks`` says
+which queries see which keys. Backends, best first: cuDNN (Hopper and later, bf16 and fp16, takes
+192/128 without padding V), memory-efficient, plain math. The choice is logged once with its reason.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_mla.config import MLATransformerConfig
+from megatron_mla.parallel.microbatch import CausalBlock, Rows
+from megatron_mla.selection import cudnn_attention_reason, say_once
+
+CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal attention by torch's ``scaled_dot_product_attention``.
+
+    Args:
+        softmax_scale: dimensionless factor on query-key products.
+        k_channels, v_channels: D and V; may differ.
+    """
+
+    needs_gathered_keys = True
+    """Under context parallelism the caller hands keys and values of all ranks in global order."""
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str = "self",
+        *,
+        softmax_scale: float,
+        k_channels: int,
+        v_channels: int,
+        **unused,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in CAUSAL_MASK_TYPES or attention_type != "self":
+            raise ValueError(
+                "attn_mask_type must be causal self-attention for MLA, got "
+                f"{attn_mask_type} {attention_type}; set params={{'attn_mask_type': "
+                "AttnMaskType.causal}} in the spec"
+            )
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [L, (B,) H, D]; packed batches have no B.
+            key: [T, (B,) H, D]. value: [T, (B,) H, V].
+            rows: which rows these are.
+        Returns:
+            [L, (B,) H * V] in the dtype of ``query``. Rows past the last packed sequence are zero.
+        """
+        dropout = self.config.attention_dropout if self.training else 0.0
+        # [L, B, H, D] -> [B, H, L, D] is a view; no copy is made.
+        query, key, value = (
+            (t.unsqueeze(1) if rows.packed else t).permute(1, 2, 0, 3) for t in (query, key, value)
+        )
+        backends, cudnn = self._backends(query, value.shape[-1])
+        pieces = []
+        end = 0
+        with sdpa_kernel(backends, set_priority=True):
+            for block in rows.causal_blocks():
+                pieces.append(self._attend(query, key, value, block, dropout, cudnn))
+                end = block.q_end
+        if end < query.shape[2]:
+            shape = (*query.shape[:2], query.shape[2] - end, value.shape[-1])
+            pieces.append(value.new_zeros(shape))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)  # [B, H, L, V]
+        out = out.permute(2, 0, 1, 3).flatten(2)  # [L, B, H * V]
+        return out.squeeze(1) if rows.packed else out
+
+    def _backends(self, query: Tensor, v_dim: int) -> tuple[list[SDPBackend], bool]:
+        """Backends to try in order, and whether cuDNN leads them."""
+        wish = self.config.attention_backend
+        if wish in (AttnBackend.unfused, AttnBackend.local):
+            return [SDPBackend.MATH], False
+        reason = cudnn_attention_reason(query, v_dim)
+        if reason is None:
+            say_once("core", "Core attention: cuDNN, through scaled_dot_product_attention.")
+            return [
+                SDPBackend.CUDNN_ATTENTION,
+                SDPBackend.EFFICIENT_ATTENTION,
+                SDPBackend.MATH,
+            ], True
+        if wish is AttnBackend.fused:
+            raise ValueError(
+                f"attention_backend='fused' must be able to run cuDNN's attention, but {reason}; "
+                "use attention_backend='auto'"
+            )
+        say_once("core", f"Core attention: scaled_dot_product_attention without cuDNN: {reason}.")
+        return [
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ], False
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block: CausalBlock, dropout: float, cudnn
+    ) -> Tensor:
+        """[B, H, q_end - q_start, V] of one block."""
+        q = query[:, :, block.q_start : block.q_end]
+        k = key[:, :, block.k_start : block.k_end]
+        v = value[:, :, block.k_start : block.k_end]
+        kwargs = {"dropout_p": dropout, "scale": self.softmax_scale}
+        if dropout:
+            # Heads differ between tp ranks, so their dropout must too.
+            with get_cuda_rng_tracker().fork():
+                return _causal(q, k, v, cudnn=False, **kwargs)
+        return _causal(q, k, v, cudnn=cudnn, **kwargs)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, *, cudnn: bool, dropout_p: float, scale: float):
+    """Causal attention in which the last query sees the last key."""
+    rows, keys = q.shape[2], k.shape[2]
+    if rows == keys:
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout_p, scale=scale
+        )
+    if cudnn and not dropout_p:
+        return _PrefixThenCausal.apply(q, k, v, scale)
+    mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+
+
+class _PrefixThenCausal(torch.autograd.Function):
+    """Bottom-right causal attention as a full block and a square causal one, both by cuDNN.
+
+    torch's ``is_causal`` aligns a rectangle to the top left, and a mask would cost queries x keys
+    and the skipped half of the work. The parts are joined by their log-sum-exps l1, l2 with
+    ``l = log(exp(l1) + exp(l2))``; each part's backward takes the joined output and l, which makes
+    its softmax the global one (the identity behind ring attention, arXiv:2310.01889).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        prefix = k.shape[2] - q.shape[2]
+        parts = []
+        for part_k, part_v, causal in _parts(k, v, prefix):
+            out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, part_k, part_v, None, True, 0.0, causal, False, scale=scale
+            )
+            parts.append((out, lse, seed, offset))
+        (out1, lse1, *rng1), (out2, lse2, *rng2) = parts
+        lse = torch.logaddexp(lse1, lse2)
+        weight1, weight2 = (torch.exp(part - lse) for part in (lse1, lse2))
+        if weight1.dim() < out1.dim():
+            weight1, weight2 = weight1.unsqueeze(-1), weight2.unsqueeze(-1)
+        # out1's strides are q's, which keeps the caller's permute free of copies.
+        out = out1.copy_(out1 * weight1 + out2 * weight2)
+        ctx.save_for_backward(q, k, v, out, lse, *rng1, *rng2)
+        ctx.prefix, ctx.scale = prefix, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, seed1, offset1, seed2, offset2 = ctx.saved_tensors
+        grads = []
+        for (part_k, part_v, causal), seed, offset in zip(
+            _parts(k, v, ctx.prefix), (seed1, seed2), (offset1, offset2)
+        ):
+            grads.append(
+                torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                    grad, q, part_k, part_v, out, lse, seed, offset, None, None, None,
+                    q.shape[2], part_k.shape[2], 0.0, causal, scale=ctx.scale,
+                )
+            )  # fmt: skip
+        (dq1, dk1, dv1), (dq2, dk2, dv2) = grads
+        dq = dq2.copy_(dq1.float() + dq2.float())
+        return dq, torch.cat((dk1, dk2), dim=2), torch.cat((dv1, dv2), dim=2), None
+
+
+def _parts(k: Tensor, v: Tensor, prefix: int):
+    """(keys, values, causal) of the fully visible prefix and of the square at its end."""
+    yield k[:, :, :prefix], v[:, :, :prefix], False
+    yield k[:, :, prefix:], v[:, :, prefix:], True

@@ -1,0 +1,123 @@
+"""Which implementation runs, and why: the only module that asks what this machine has.
+
+Every choice is a pure function of the configuration and the machine. A refusal is a sentence;
+it is said once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import warnings
+
+import torch
+
+logger = logging.getLogger("megatron_mla")
+
+_said: set[str] = set()
+
+
+def say_once(key: str, message: str, *, warn: bool = False) -> None:
+    """Log (or warn) ``message`` the first time this process meets ``key``."""
+    if key in _said:
+        return
+    _said.add(key)
+    if warn:
+        warnings.warn(message, UserWarning, stacklevel=3)
+    else:
+        logger.info(message)
+
+
+def forget_said() -> None:
+    """Let every message be said again; for tests."""
+    _said.clear()
+
+
+@functools.cache
+def missing_reason(module: str) -> str | None:
+    """Why an optional package cannot be used, or None when it imports.
+
+    A half-broken package may raise anything at import, not only ImportError; whatever it raises,
+    the feature counts as absent and the reason is kept.
+    """
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001  any exception of a foreign package at import
+        return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def te_missing_reason() -> str | None:
+    """Why Transformer Engine cannot be used, or None."""
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs a CUDA device and there is none"
+    return missing_reason("transformer_engine.pytorch")
+
+
+def kernels_missing_reason() -> str | None:
+    """Why the Triton kernels cannot run here, or None."""
+    reason = missing_reason("triton")
+    if reason is not None:
+        return reason
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no CUDA device and TRITON_INTERPRET=1 is not set"
+    reason = missing_reason("megatron_mla.kernels.rope")
+    if reason is not None:
+        return "this version of megatron_mla has no fused RoPE kernels"
+    return None
+
+
+def should_use_fused_mla_rope(config) -> bool:
+    """Whether MLA layers rotate and pack with the fused kernels.
+
+    Args:
+        config: anything with ``apply_rope_fusion`` and ``rotary_percent``.
+    Returns:
+        False silently with ``apply_rope_fusion`` off (``--no-rope-fusion``); False with one
+        warning per process for ``rotary_percent < 1`` (the kernels rotate the full positional
+        slice) and where no kernel can run; else True.
+    """
+    if not config.apply_rope_fusion:
+        return False
+    percent = getattr(config, "rotary_percent", 1.0)
+    if percent < 1.0:
+        say_once(
+            "rope-percent",
+            f"Falling back to the unfused path for RoPE: rotary_percent = {percent} < 1, and the "
+            "fused kernels rotate the full positional slice. --no-rope-fusion silences this.",
+            warn=True,
+        )
+        return False
+    reason = kernels_missing_reason()
+    if reason is not None:
+        say_once(
+            "rope-kernels",
+            f"Falling back to the unfused path for RoPE: {reason}. The results are the same bits. "
+            "--no-rope-fusion silences this.",
+            warn=True,
+        )
+        return False
+    return True
+
+
+def cudnn_attention_reason(query: torch.Tensor, v_dim: int) -> str | None:
+    """Why torch's cuDNN attention cannot take these tensors, or None.
+
+    Args:
+        query: [..., qk width], on the device and in the dtype of the attention.
+    """
+    if query.device.type != "cuda":
+        return "the tensors are not on a CUDA device"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"cuDNN attention takes bf16 and fp16, not {query.dtype}"
+    if not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    if torch.cuda.get_device_capability(query.device) < (9, 0):
+        return "unequal K and V widths need compute capability 9.0 or later in cuDNN"
+    if query.shape[-1] % 8 or v_dim % 8:
+        return f"head widths {query.shape[-1]} and {v_dim} must be multiples of 8"
+    if max(query.shape[-1], v_dim) > 256:
+        return f"head widths {query.shape[-1]} and {v_dim} must not pass 256"
+    return None

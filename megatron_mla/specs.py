@@ -1,0 +1,128 @@
+"""Layer specs: what to build, for Megatron-Core's ``GPTModel`` and ``TransformerLayer``.
+
+``mla_block_spec(config)`` is what most people want::
+
+    GPTModel(config, transformer_layer_spec=mla_block_spec(config),
+             position_embedding_type="none", ...)
+
+Everything that is not attention or norm (MLPs, experts, residuals, pipeline split) comes from
+Megatron-Core's own specs.
+"""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_mla.attention.core import SDPACoreAttention
+from megatron_mla.attention.mla import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron_mla.attention.projections import DuplicatedLinear, LocalNorm
+from megatron_mla.config import MLATransformerConfig
+from megatron_mla.selection import te_missing_reason
+
+_NO_DSA = (
+    "experimental_attention_variant must be None, got 'dsa'; this version has the expanded MLA "
+    "layer only"
+)
+
+
+def _require_te(field: str, value: str) -> None:
+    reason = te_missing_reason()
+    if reason is not None:
+        raise ImportError(
+            f"{field}={value!r} needs Transformer Engine, but {reason}; install megatron-mla[te] "
+            f"or set {field} to run without it"
+        )
+
+
+def mla_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
+    """Spec of the self-attention of ``config``.
+
+    Raises:
+        ImportError: Transformer Engine is asked for and missing, with the reason.
+        ValueError: the attention variant is not available.
+    """
+    if config.experimental_attention_variant is not None:
+        raise ValueError(_NO_DSA)
+    duplicated = config.mla_down_proj_parallelism == "duplicated"
+    if config.transformer_impl == "transformer_engine":
+        _require_te("transformer_impl", "transformer_engine")
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELinear,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        column, row, norm = TEColumnParallelLinear, TERowParallelLinear, TENorm
+        down = TELinear if duplicated else column
+    else:
+        column, row, norm = ColumnParallelLinear, RowParallelLinear, LocalNorm
+        down = DuplicatedLinear if duplicated else column
+    core = SDPACoreAttention
+    if config.uses_te_core_attention:
+        _require_te("mla_core_attention", "te")
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention as core
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=down,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=down,
+            linear_kv_up_proj=column,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+            core_attention=core,
+            linear_proj=row,
+        ),
+    )
+
+
+def mla_block_spec(
+    config: MLATransformerConfig, *, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Spec of the decoder of this pipeline stage: MLA, and dense MLPs or experts as configured.
+
+    Args:
+        vp_stage, pp_rank: virtual and pipeline stage; None reads Megatron-Core's global state.
+    """
+    use_te = config.transformer_impl == "transformer_engine"
+    if use_te:
+        _require_te("transformer_impl", "transformer_engine")
+    attention = mla_attention_spec(config)
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
+    for layer in block.layer_specs:
+        layer.submodules.self_attention = attention
+        if not use_te:
+            layer.submodules.input_layernorm = LocalNorm
+            layer.submodules.pre_mlp_layernorm = LocalNorm
+    if not use_te:
+        block.layer_norm = LocalNorm
+    return block
+
+
+def mla_layer_spec(config: MLATransformerConfig) -> ModuleSpec:
+    """Spec of one dense layer without Transformer Engine, for models built layer by layer."""
+    layer = get_gpt_layer_local_spec(
+        multi_latent_attention=True,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer.submodules.self_attention = mla_attention_spec(config)
+    layer.submodules.input_layernorm = LocalNorm
+    layer.submodules.pre_mlp_layernorm = LocalNorm
+    return layer
