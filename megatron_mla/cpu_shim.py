@@ -40,7 +40,7 @@ def install_cpu_shim() -> bool:
     if not _installed:
         _patch_torch_cuda()
         _patch_random_states()
-        _patch_gloo_average()
+        _patch_collectives()
         _CudaMeansCpu().__enter__()
         # Megatron-Core decorates its fused bias/activation functions with torch.compile when its
         # modules are imported. On a CPU that wants a C++ compiler and minutes; the undecorated
@@ -149,21 +149,33 @@ def _copy_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _patch_gloo_average() -> None:
-    """Gloo has no ReduceOp.AVG, which finalize_model_grads uses over tensor-parallel ranks."""
+def _patch_collectives() -> None:
     from torch.distributed import distributed_c10d as c10d
 
-    stock = c10d.all_reduce
+    stock_all_reduce, stock_all_to_all = c10d.all_reduce, c10d.all_to_all_single
 
     def all_reduce(tensor, op=c10d.ReduceOp.SUM, group=None, async_op=False):
+        # finalize_model_grads averages over tensor-parallel ranks; gloo has no ReduceOp.AVG.
         if op == c10d.ReduceOp.AVG and c10d.get_backend(group) == "gloo":
             # Divided first, so that an asynchronous call needs nothing done at its end.
             tensor.div_(c10d.get_world_size(group))
             op = c10d.ReduceOp.SUM
-        return stock(tensor, op=op, group=group, async_op=async_op)
+        return stock_all_reduce(tensor, op=op, group=group, async_op=async_op)
 
-    c10d.all_reduce = all_reduce
-    torch.distributed.all_reduce = all_reduce
+    def all_to_all_single(
+        output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
+        # The MoE dispatcher turns the sizes into numbers when it copies them from a GPU; there is
+        # no such copy here, and gloo takes no tensors.
+        sizes = (
+            s.tolist() if isinstance(s, torch.Tensor) else s
+            for s in (output_split_sizes, input_split_sizes)
+        )
+        return stock_all_to_all(output, input, *sizes, group=group, async_op=async_op)
+
+    for module in (c10d, torch.distributed):
+        module.all_reduce = all_reduce
+        module.all_to_all_single = all_to_all_single
 
 
 def _is_cuda(device) -> bool:

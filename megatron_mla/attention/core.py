@@ -69,11 +69,14 @@ class SDPACoreAttention(MegatronModule):
             [L, (B,) H * V] in the dtype of ``query``. Rows past the last packed sequence are zero.
         """
         dropout = self.config.attention_dropout if self.training else 0.0
+        query, key, value = map(_RowMajorGrad.apply, (query, key, value))
+        backends, cudnn = self._backends(query, value.shape[-1])
+        if cudnn and not dropout and rows.packed and rows.cp_size == 1:
+            return _PackedCausal.apply(query, key, value, self.softmax_scale, rows).flatten(1)
         # [L, B, H, D] -> [B, H, L, D] is a view; no copy is made.
         query, key, value = (
             (t.unsqueeze(1) if rows.packed else t).permute(1, 2, 0, 3) for t in (query, key, value)
         )
-        backends, cudnn = self._backends(query, value.shape[-1])
         pieces = []
         end = 0
         with sdpa_kernel(backends, set_priority=True):
@@ -127,6 +130,22 @@ class SDPACoreAttention(MegatronModule):
         return _causal(q, k, v, cudnn=cudnn, **kwargs)
 
 
+class _RowMajorGrad(torch.autograd.Function):
+    """Identity whose gradient is contiguous.
+
+    Backends return gradients in strides of their own choice, a recomputed core always in those of
+    its leaves; the matrix products that follow would round differently.
+    """
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.contiguous()
+
+
 def _causal(q: Tensor, k: Tensor, v: Tensor, *, cudnn: bool, dropout_p: float, scale: float):
     """Causal attention in which the last query sees the last key."""
     rows, keys = q.shape[2], k.shape[2]
@@ -174,7 +193,7 @@ class _PrefixThenCausal(torch.autograd.Function):
         q, k, v, out, lse, seed1, offset1, seed2, offset2 = ctx.saved_tensors
         grads = []
         for (part_k, part_v, causal), seed, offset in zip(
-            _parts(k, v, ctx.prefix), (seed1, seed2), (offset1, offset2)
+            _parts(k, v, ctx.prefix), (seed1, seed2), (offset1, offset2), strict=True
         ):
             grads.append(
                 torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -185,6 +204,45 @@ class _PrefixThenCausal(torch.autograd.Function):
         (dq1, dk1, dv1), (dq2, dk2, dv2) = grads
         dq = dq2.copy_(dq1.float() + dq2.float())
         return dq, torch.cat((dk1, dk2), dim=2), torch.cat((dv1, dv2), dim=2), None
+
+
+class _PackedCausal(torch.autograd.Function):
+    """Causal attention inside each packed sequence, all of them in one cuDNN call."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, rows):
+        cumulative, longest, end = rows.sequences()
+        out = v.new_zeros(*q.shape[:2], v.shape[-1])
+        if end == 0:
+            ctx.save_for_backward(q, k, v)
+            ctx.end = 0
+            return out
+        part, lse, *_, seed, offset, _ = torch.ops.aten._cudnn_attention_forward(
+            q[:end], k[:end], v[:end], None, cumulative, cumulative, longest, longest, True, 0.0,
+            True, False, scale=scale,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, part, lse, seed, offset, cumulative)
+        ctx.end, ctx.longest, ctx.scale = end, longest, scale
+        if end == q.shape[0]:
+            return part
+        out[:end] = part
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, *rest = ctx.saved_tensors
+        end = ctx.end
+        if end == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
+        out, lse, seed, offset, cumulative = rest
+        grads = torch.ops.aten._cudnn_attention_backward(
+            grad[:end].contiguous(), q[:end], k[:end], v[:end], out, lse, seed, offset, None,
+            cumulative, cumulative, ctx.longest, ctx.longest, 0.0, True, scale=ctx.scale,
+        )  # fmt: skip
+        if end < q.shape[0]:
+            tail = q.shape[0] - end
+            grads = [torch.cat((g, g.new_zeros(tail, *g.shape[1:]))) for g in grads]
+        return *grads, None, None
 
 
 def _parts(k: Tensor, v: Tensor, prefix: int):

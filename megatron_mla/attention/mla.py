@@ -328,7 +328,7 @@ class MLASelfAttention(MegatronModule):
         if self._gathers(rows):
             combined = gather_over_cp(torch.cat((latent, k_pe), dim=-1), groups)
             if not self.sequence_parallel:
-                combined = permute_rows(combined, rows.key_order, rows.key_order_inverse)
+                combined = permute_rows(combined, *rows.key_order())
             latent, k_pe = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         return latent, shared_over_tp(k_pe, groups, self.sequence_parallel)
 
@@ -389,9 +389,8 @@ class MLASelfAttention(MegatronModule):
         return run(query, key, value)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Megatron-Core calls this for FP8; Transformer Engine keeps the original input then."""
-        from megatron.core.extensions.transformer_engine import set_save_original_input
-
-        if self.config.q_lora_rank is not None:
-            set_save_original_input(self.linear_q_down_proj)
-        set_save_original_input(self.linear_kv_down_proj)
+        """For FP8, called by Megatron-Core: keep the recomputed input, not its FP8 copy."""
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            module = getattr(self, name, None)
+            if hasattr(module, "save_original_input"):
+                module.save_original_input = True

@@ -207,6 +207,6 @@ def gather_order(
         ]
     )  # [cp, local_len]
     token = token.view(cp_size, tp_chunks, part).transpose(0, 1).reshape(-1)
-    order = torch.empty_like(token)
-    order[token] = torch.arange(token.numel(), device=token.device)
-    return order
+    # Inverse of a permutation. A sort and not a scatter: lengths that cannot be cut are refused
+    # later, on the host, and until then the result has to be safe to index with.
+    return token.argsort()

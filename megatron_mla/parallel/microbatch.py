@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,8 +42,6 @@ class Rows:
         packed: thd (True) or sbhd (False).
         positions: [L] int32, position of every local row inside its own sequence.
         key_positions: [T] int32, the same for all rows in global order.
-        key_order: [T] int64, puts cp-gathered rows into global order; None without cp.
-        key_order_inverse: its inverse.
         cu_seqlens: [N + 1] padded cumulative lengths over all ranks; None unless packed.
     """
 
@@ -51,12 +50,13 @@ class Rows:
     packed: bool
     positions: Tensor
     key_positions: Tensor
-    key_order: Tensor | None
-    key_order_inverse: Tensor | None
     cu_seqlens: Tensor | None
     cp_rank: int
     cp_size: int
+    tp_chunks: int
+    _key_order: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _blocks: list[CausalBlock] | None = field(default=None, repr=False)
+    _sequences: tuple[Tensor, int, int] | None = field(default=None, repr=False)
 
     def causal_blocks(self) -> list[CausalBlock]:
         """Every block of causal attention of this rank, in query order; empty ones are left out.
@@ -67,13 +67,43 @@ class Rows:
             self._blocks = list(self._make_blocks())
         return self._blocks
 
+    def key_order(self) -> tuple[Tensor, Tensor]:
+        """Index [T] int64 that puts cp-gathered rows into global order, and its inverse."""
+        if self._key_order is None:
+            self.causal_blocks()  # checks the lengths; others would index out of bounds
+            order = layout.gather_order(
+                self.num_local,
+                self.cp_size,
+                self.cu_seqlens,
+                tp_chunks=self.tp_chunks,
+                device=self.positions.device,
+            )
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(order.numel(), device=order.device)
+            self._key_order = order, inverse
+        return self._key_order
+
+    def sequences(self) -> tuple[Tensor, int, int]:
+        """For kernels over whole packed sequences (no context parallelism).
+
+        Returns:
+            Cumulative lengths without empty sequences [M + 1] int32 on the device, the longest
+            length and the end of the last sequence, in rows.
+        """
+        if self._sequences is None:
+            ends = [block.q_end for block in self.causal_blocks()]
+            longest = max((block.q_end - block.q_start for block in self._blocks), default=0)
+            cumulative = torch.tensor([0, *ends], dtype=torch.int32, device=self.positions.device)
+            self._sequences = cumulative, longest, ends[-1] if ends else 0
+        return self._sequences
+
     def _make_blocks(self):
         if self.cu_seqlens is None:
             bounds = [0, self.num_global]
         else:
             bounds = self.cu_seqlens.tolist()
             layout.check_host_cu_seqlens(bounds, self.cp_size, self.num_global)
-        for start, end in zip(bounds, bounds[1:]):
+        for start, end in pairwise(bounds):
             length = end - start
             if length == 0:
                 continue
@@ -89,30 +119,22 @@ class Rows:
 
 def _build(num_local, cp_rank, cp_size, tp_chunks, device, cu_seqlens) -> Rows:
     num_global = num_local * cp_size
-    order = inverse = None
     if cu_seqlens is None:
         positions = layout.sbhd_positions(num_local, cp_rank, cp_size, device=device)
         key_positions = layout.sbhd_positions(num_global, device=device)
     else:
         positions = layout.thd_positions(cu_seqlens, num_local, cp_rank, cp_size)
         key_positions = layout.thd_positions(cu_seqlens, num_global)
-    if cp_size > 1:
-        order = layout.gather_order(
-            num_local, cp_size, cu_seqlens, tp_chunks=tp_chunks, device=device
-        )
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
     return Rows(
         num_local=num_local,
         num_global=num_global,
         packed=cu_seqlens is not None,
         positions=positions,
         key_positions=key_positions,
-        key_order=order,
-        key_order_inverse=inverse,
         cu_seqlens=cu_seqlens,
         cp_rank=cp_rank,
         cp_size=cp_size,
+        tp_chunks=tp_chunks,
     )
 
 

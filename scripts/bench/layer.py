@@ -1,0 +1,224 @@
+"""Whole MLA layers, forward and backward, beside stock Megatron-Core's in one run.
+
+    python scripts/bench/layer.py                     # all cases
+    python scripts/bench/layer.py --only deepseek-v3  # one
+    python scripts/bench/layer.py --quick             # about a minute
+
+Stock layers are timed where Transformer Engine is installed. All layers of a case hold the same
+weights; the run stops if one of them does not compute what the first one does. Rows go to
+benchmarks/layer.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.common import append_rows, count_kernels, machine, peak_mib, times_us  # noqa: E402
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+GLM_5 = {
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 192,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 256,
+}
+DEEPSEEK_V2_LITE = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+# name: (widths, tokens, packed sequence lengths or None)
+CASES = {
+    "deepseek-v3-4096": (DEEPSEEK_V3, 4096, None),
+    "glm-5-expanded-4096": (GLM_5, 4096, None),
+    "deepseek-v2-lite-16384": (DEEPSEEK_V2_LITE, 16384, None),
+    "deepseek-v2-lite-16384-packed-8": (DEEPSEEK_V2_LITE, 16384, [2048] * 8),
+    "deepseek-v2-lite-16384-packed-128": (DEEPSEEK_V2_LITE, 16384, [128] * 128),
+}
+
+
+def common_fields(widths: dict) -> dict:
+    return {
+        **widths,
+        "num_layers": 1,
+        "rope_type": "yarn",
+        "mscale_all_dim": 1.0,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "layernorm_epsilon": 1e-6,
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+    }
+
+
+def build_layers(widths: dict) -> dict[str, torch.nn.Module]:
+    """Our layer, and where Transformer Engine is there, ours on its modules and stock's two."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig as StockConfig
+
+    from megatron_mla import MLATransformerConfig
+    from megatron_mla.selection import te_missing_reason
+    from megatron_mla.specs import mla_attention_spec
+
+    fields = common_fields(widths)
+    layers = {}
+
+    def ours(name: str, **changes) -> None:
+        config = MLATransformerConfig(**fields, **changes)
+        layers[name] = build_module(mla_attention_spec(config), config=config, layer_number=1)
+
+    ours("ours", apply_rope_fusion=True)
+    reason = te_missing_reason()
+    if reason is not None:
+        print(f"Stock layers are left out: {reason}")
+        return {name: layer.cuda() for name, layer in layers.items()}
+    ours("ours on TE", transformer_impl="transformer_engine", apply_rope_fusion=True)
+    for name, fused in (("stock unfused", False), ("stock fused", True)):
+        config = StockConfig(**fields, apply_rope_fusion=fused)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            multi_latent_attention=True, qk_layernorm=True
+        ).submodules.self_attention
+        layers[name] = build_module(spec, config=config, layer_number=1)
+    return {name: layer.cuda() for name, layer in layers.items()}
+
+
+def share_weights(layers: dict[str, torch.nn.Module]) -> None:
+    """Copy the first layer's weights into the others, whatever they call their norms."""
+    source = dict(next(iter(layers.values())).named_parameters())
+    fused = {
+        "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
+        "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
+    }
+    with torch.no_grad():
+        for layer in layers.values():
+            for name, parameter in layer.named_parameters():
+                if name == "linear_q_proj.layer_norm_weight":
+                    # Stock normalises the input here too, where no model has such a norm.
+                    print("stock has a norm before linear_q_proj that ours and the models lack")
+                    continue
+                parameter.copy_(source[fused.get(name, name)])
+
+
+def bench(case: str, quick: bool) -> list[dict]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    widths, tokens, lengths = CASES[case]
+    torch.manual_seed(0)
+    layers = build_layers(widths)
+    share_weights(layers)
+    x = torch.randn(tokens, 1, widths["hidden_size"], device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+
+    def params():
+        if lengths is None:
+            return None
+        cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        cu = cu.cuda()
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )  # fmt: skip
+
+    def step(layer):
+        leaf = x.detach().requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        # New every step, as in training: what a micro-batch costs once is in the time.
+        out, _ = layer(leaf, None, packed_seq_params=params())
+        out.backward(grad)
+        return out.detach(), leaf.grad
+
+    calls = {name: (lambda layer=layer: step(layer)) for name, layer in layers.items()}
+    reference = None
+    for name, call in list(calls.items()):
+        try:
+            answer = call()
+        except Exception as error:  # a stock layer that cannot run is a finding, not an end
+            print(f"{case} {name}: cannot run ({type(error).__name__}: {str(error)[:200]})")
+            if name == "ours":
+                raise
+            del calls[name]
+            continue
+        if reference is None:
+            reference = answer
+        for what, got, want in zip(("output", "input gradient"), answer, reference, strict=True):
+            off = ((got - want).float().norm() / want.float().norm()).item()
+            if not off < 2e-2:
+                raise SystemExit(f"{case}: {what} of {name} is off by {off:.1e}; not timed")
+    medians = times_us(calls, rounds=2 if quick else 5, repeats=5 if quick else 20)
+    rows = []
+    for name, call in calls.items():
+        row = {
+            "op": "mla layer",
+            "case": case,
+            "direction": "forward+backward",
+            "impl": name,
+            "median_us": f"{medians[name]:.0f}",
+            "share": f"{medians[name] / medians['ours']:.3f}",
+            "peak_mib": f"{peak_mib(call):.0f}",
+            "kernels": count_kernels(call),
+            **machine(),
+        }
+        print(
+            f"{case:36s} {name:14s} {medians[name] / 1000:8.2f} ms  {row['peak_mib']:>6s} MiB  "
+            f"{row['kernels']:4d} kernels  {row['share']} x ours",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA device, and this machine has none.")
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("NVTE_FUSED_ATTN", "1")
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    for case in CASES:
+        if options.only in case:
+            print("rows in", append_rows("layer", bench(case, options.quick)))
+            torch.cuda.empty_cache()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A package, so that ``tests.helpers`` is this one and not some other ``tests`` on the path."""

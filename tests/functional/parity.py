@@ -1,0 +1,417 @@
+"""Parallel MLA against one rank: the cases, and the program that every rank runs.
+
+Each rank builds the whole toy problem from one seed, keeps its share, runs the layer (or a GPT)
+under stock Megatron-Core DDP and ``finalize_model_grads``, and compares output, input gradient and
+every weight gradient with the same problem solved by itself alone. Under torchrun this file is that
+program: ``torchrun --nproc-per-node=4 tests/functional/parity.py``; the answers of all cases go to
+the JSON file named by ``--report``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HIDDEN, HEADS, BATCH, VOCAB = 48, 6, 2, 64
+# Multiples of 2 * cp for cp up to 4; unequal, one empty, one of the least length.
+LENGTHS = (16, 0, 8, 24)
+TAIL = 8  # rows past cu_seqlens[-1]
+SEQ = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to split one layer."""
+
+    tp: int
+    cp: int
+    packed: bool = False
+    sp: bool = False
+    down: str = "duplicated"
+    q_lora_rank: int | None = 28
+    rope_type: str = "yarn"
+    recompute: bool = False
+    gpt: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp
+
+    @property
+    def id(self) -> str:
+        parts = ["gpt" if self.gpt else "layer", f"tp{self.tp}", f"cp{self.cp}"]
+        parts += ["thd" if self.packed else "sbhd", "sp" if self.sp else "nosp", self.down]
+        parts += ["q" if self.q_lora_rank else "noq", self.rope_type]
+        return "-".join(parts + (["recompute"] if self.recompute else []))
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for tp, cp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
+        for sp in (False, True) if tp > 1 else (False,):
+            for packed in (False, True):
+                for down in ("duplicated", "column") if tp > 1 else ("duplicated",):
+                    cases.append(Case(tp=tp, cp=cp, packed=packed, sp=sp, down=down))
+    for tp, cp, sp in ((2, 1, True), (1, 2, False), (2, 2, True)):
+        common = {"tp": tp, "cp": cp, "sp": sp, "rope_type": "rope"}
+        cases.append(Case(**common, q_lora_rank=None))
+        cases.append(Case(**common, packed=True, recompute=True))
+    for tp, cp, sp, packed in (
+        (2, 1, False, False),
+        (2, 1, True, True),
+        (1, 2, False, True),
+        (2, 2, True, False),
+        (2, 2, False, True),
+        (1, 4, False, False),
+    ):
+        cases.append(Case(tp=tp, cp=cp, sp=sp, packed=packed, gpt=True))
+    return cases
+
+
+CASES = _cases()
+
+
+def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool):
+    """The toy model of a case, split ``tp`` x ``cp``."""
+    from megatron_mla import MLATransformerConfig
+
+    selective = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj", "core_attn"],
+    }
+    return MLATransformerConfig(
+        num_layers=2 if case.gpt else 1,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        q_lora_rank=case.q_lora_rank,
+        kv_lora_rank=20,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=8,
+        rope_type=case.rope_type,
+        rotary_scaling_factor=4.0,
+        original_max_position_embeddings=16,
+        mscale_all_dim=1.0,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        ffn_hidden_size=64,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        sequence_parallel=sp,
+        mla_down_proj_parallelism=case.down,
+        apply_rope_fusion=False,
+        calculate_per_token_loss=case.gpt,
+        **(selective if case.recompute else {}),
+    )
+
+
+def packed_seq_params(device):
+    """PackedSeqParams of LENGTHS with real lengths a little shorter than the padded ones."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    padded = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    real = torch.tensor([0, *torch.tensor([max(n - 3, 0) for n in LENGTHS]).cumsum(0).tolist()])
+    padded, real = padded.to(device), real.to(torch.int32).to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
+    )
+
+
+def problem_size(case: Case) -> tuple[int, int]:
+    """Rows of all ranks and batch size."""
+    return (sum(LENGTHS) + TAIL, 1) if case.packed else (SEQ, BATCH)
+
+
+def local_rows(case: Case, rows: torch.Tensor) -> torch.Tensor:
+    """This tp rank's part of the rows of its cp rank, under sequence parallelism."""
+    from megatron.core import parallel_state as ps
+
+    if not case.sp:
+        return rows
+    return rows.chunk(case.tp)[ps.get_tensor_model_parallel_rank()]
+
+
+def cp_rows(case: Case, device) -> torch.Tensor:
+    """Global rows of this context-parallel rank."""
+    from megatron.core import parallel_state as ps
+
+    from megatron_mla.parallel.layout import rows_of_rank
+
+    total, _ = problem_size(case)
+    cu = packed_seq_params(device).cu_seqlens_q_padded if case.packed else None
+    return rows_of_rank(total, ps.get_context_parallel_rank(), case.cp, cu, device=device)
+
+
+def shard(name: str, full: torch.Tensor, case: Case) -> torch.Tensor:
+    """This tp rank's part of a weight (or of its gradient)."""
+    from megatron.core import parallel_state as ps
+
+    if "layernorm" in name:
+        return full
+    if "down_proj" in name and case.down == "duplicated":
+        return full
+    rank = ps.get_tensor_model_parallel_rank()
+    if "linear_proj" in name or "linear_fc2" in name:
+        return full.chunk(case.tp, dim=1)[rank]
+    if "linear_fc1" in name:  # gate rows, then up rows
+        return torch.cat([part.chunk(case.tp)[rank] for part in full.chunk(2)])
+    return full.chunk(case.tp)[rank]
+
+
+def lonely_groups():
+    """A collection in which every group is this rank alone."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if not hasattr(lonely_groups, "group"):
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        lonely_groups.group = groups[dist.get_rank()]
+    names = [field.name for field in dataclasses.fields(ProcessGroupCollection)]
+    collection = ProcessGroupCollection()
+    for name in names:
+        setattr(collection, name, lonely_groups.group)
+    return collection
+
+
+def build(case: Case, config, collection):
+    """The layer, or a GPT around two of them."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_mla.specs import mla_attention_spec, mla_block_spec
+
+    if not case.gpt:
+        return build_module(
+            mla_attention_spec(config), config=config, layer_number=1, pg_collection=collection
+        ).to(torch.cuda.current_device())
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config,
+        transformer_layer_spec=mla_block_spec(config, pp_rank=0),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+        pg_collection=collection,
+    ).to(torch.cuda.current_device())
+
+
+def fill(module, dtype, device) -> dict[str, torch.Tensor]:
+    """Random weights that do not depend on the machine; norm weights near but not at one."""
+    generator = torch.Generator().manual_seed(7)
+    weights = {}
+    for name, parameter in sorted(module.named_parameters()):
+        value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        value = 1 + 0.3 * value if "layernorm" in name else value * parameter.shape[-1] ** -0.5
+        weights[name] = value.to(device, dtype)
+    return weights
+
+
+def load(module, weights) -> None:
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.shape != weights[name].shape:
+                raise AssertionError(f"{name}: {parameter.shape} and {weights[name].shape}")
+            parameter.copy_(weights[name])
+
+
+def run(case: Case, module, data, params, per_rank: bool):
+    """Forward and backward; returns what a rank knows: output or loss, and the input gradient."""
+    device = torch.cuda.current_device()
+    rows = slice(None)
+    if per_rank:
+        rows = cp_rows(case, device)
+    if case.gpt:
+        tokens, labels, mask = (t[:, rows] for t in (data["tokens"], data["labels"], data["mask"]))
+        losses = module(tokens, None, None, labels=labels, packed_seq_params=params)
+        loss = (losses.float() * mask).sum()
+        loss.backward()
+        return loss.detach(), None
+    if per_rank:
+        rows = local_rows(case, rows)
+    x = data["x"][rows].clone().requires_grad_()
+    out, _ = module(x, None, packed_seq_params=params)
+    out.backward(data["grad"][rows])
+    return out.detach(), x.grad
+
+
+def make_data(case: Case, dtype, device) -> dict[str, torch.Tensor]:
+    total, batch = problem_size(case)
+    generator = torch.Generator().manual_seed(11)
+    if case.gpt:
+        tokens = torch.randint(VOCAB, (batch, total), generator=generator)
+        labels = torch.randint(VOCAB, (batch, total), generator=generator)
+        mask = torch.ones(batch, total)
+        if case.packed:
+            mask[:, sum(LENGTHS) :] = 0
+        data = {"tokens": tokens, "labels": labels, "mask": mask}
+        return {name: t.to(device) for name, t in data.items()}
+    x, grad = (torch.randn(total, batch, HIDDEN, generator=generator) for _ in range(2))
+    return {"x": x.to(device, dtype), "grad": grad.to(device, dtype)}
+
+
+class Judge:
+    """Collects the comparisons of one case.
+
+    fp32: within 1e-5 of the largest value of the one-rank answer. bf16: within twice the distance
+    that one bf16 rank has from the fp32 answer (plus 2e-3: both are roundings of the same sums in
+    another order).
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.worst: dict[str, float] = {}
+        self.faults: list[str] = []
+
+    def compare(self, name: str, got, alone, truth) -> None:
+        if got.shape != truth.shape:
+            self.faults.append(f"{name}: shape {tuple(got.shape)}, not {tuple(truth.shape)}")
+            return
+        scale = truth.float().abs().max().item() or 1.0
+        error = (got.float() - truth.float()).abs().max().item() / scale
+        bound = 1e-5
+        if self.dtype != torch.float32:
+            own = (alone.float() - truth.float()).abs().max().item() / scale
+            bound = 2 * own + 2e-3
+        self.worst[name] = error
+        if not error <= bound:  # NaN too
+            self.faults.append(
+                f"{name}: off by {error:.2e} of the largest value, {bound:.2e} allowed"
+            )
+
+
+def solve_alone(case: Case, dtype, device):
+    """Answer of one rank: output or loss, input gradient, weights and their gradients."""
+    config = config_of(case, dtype, tp=1, cp=1, sp=False)
+    module = build(case, config, lonely_groups())
+    weights = fill(module, torch.float32, device)
+    load(module, weights)
+    data = make_data(case, dtype, device)
+    params = packed_seq_params(device) if case.packed else None
+    out, grad_input = run(case, module, data, params, per_rank=False)
+    return out, grad_input, weights, {n: p.grad for n, p in module.named_parameters()}
+
+
+def run_case(case: Case, dtype: torch.dtype) -> dict[str, float]:
+    """Compare one case; raises AssertionError on every rank when any rank is off."""
+    from megatron.core import parallel_state as ps
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    device = torch.device(torch.cuda.current_device())
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(tensor_model_parallel_size=case.tp, context_parallel_size=case.cp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    alone = solve_alone(case, dtype, device)
+    truth = alone if dtype == torch.float32 else solve_alone(case, torch.float32, device)
+
+    config = config_of(case, dtype, tp=case.tp, cp=case.cp, sp=case.sp)
+    module = build(case, config, ProcessGroupCollection.use_mpu_process_groups())
+    load(module, {n: shard(n, w, case) for n, w in alone[2].items()})
+    ddp = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+    )
+    params = packed_seq_params(device) if case.packed else None
+    out, grad_input = run(case, ddp, make_data(case, dtype, device), params, per_rank=True)
+    finalize_model_grads([ddp])
+
+    judge = Judge(dtype)
+    if case.gpt:
+        dist.all_reduce(out, group=ps.get_context_parallel_group())
+        judge.compare("loss", out, alone[0], truth[0])
+    else:
+        rows = local_rows(case, cp_rows(case, device))
+        judge.compare("output", out, alone[0][rows], truth[0][rows])
+        judge.compare("input gradient", grad_input, alone[1][rows], truth[1][rows])
+    # DDP averages over data- and context-parallel ranks unless the loss is per token.
+    factor = 1 if config.calculate_per_token_loss else case.cp
+    for name, parameter in module.named_parameters():
+        want = (shard(name, answer[3][name], case) for answer in (alone, truth))
+        judge.compare(f"{name} gradient", parameter.main_grad * factor, *want)
+    _agree(judge.faults, device)
+    return judge.worst
+
+
+def _agree(faults: list[str], device) -> None:
+    """Raise on every rank if any rank has a fault, so that none waits for another."""
+    flag = torch.tensor([len(faults)], device=device)
+    dist.all_reduce(flag)
+    if flag.item():
+        lines = "; ".join(faults) or "see the other ranks"
+        raise AssertionError(f"rank {dist.get_rank()}: {lines}")
+
+
+def setup_ranks() -> None:
+    """Process group of torchrun's environment: NCCL with a GPU per rank, else gloo and the shim."""
+    from megatron_mla.cpu_shim import install_cpu_shim
+
+    install_cpu_shim()
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl", device_id=torch.device(torch.cuda.current_device()))
+    else:
+        dist.init_process_group("gloo")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, help="write the answers as JSON")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--only", default="", help="run cases whose id has this text")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    setup_ranks()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    answers: dict[str, dict] = {}
+    for case in CASES:
+        if case.world != dist.get_world_size() or options.only not in case.id:
+            continue
+        try:
+            worst = run_case(case, dtype)
+            answers[case.id] = {"ok": True, "worst": worst}
+        except Exception:
+            answers[case.id] = {"ok": False, "error": traceback.format_exc(limit=6)}
+        if dist.get_rank() == 0:
+            answer = answers[case.id]
+            text = f"worst {max(answer['worst'].values()):.1e}" if answer["ok"] else answer["error"]
+            print("ok  " if answer["ok"] else "FAIL", case.id, text, flush=True)
+    if dist.get_rank() == 0 and options.report:
+        options.report.write_text(json.dumps(answers))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if all(answer["ok"] for answer in answers.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What several tests share: comparison of tensors, launching of ranks, golden cases."""

@@ -1,0 +1,137 @@
+"""Golden cases: reading them, and turning a case into our configuration and weights.
+
+A case is a file of ``tests/golden`` (its README says what is in it) or of the folder named by
+``MEGATRON_MLA_GOLDEN_DIR``. What a case is, is read from its contents, not from its name.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Case = dict[str, Any]
+
+FOLDER = Path(
+    os.environ.get("MEGATRON_MLA_GOLDEN_DIR") or Path(__file__).resolve().parents[1] / "golden"
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# transformers' names; the inverse of what an import from Hugging Face does.
+_HF_NAMES = {
+    "q_proj": "linear_q_proj",
+    "q_a_proj": "linear_q_down_proj",
+    "q_a_layernorm": "q_layernorm",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "kv_a_layernorm": "kv_layernorm",
+    "kv_b_proj": "linear_kv_up_proj",
+    "o_proj": "linear_proj",
+}
+
+
+def paths() -> list[Path]:
+    return sorted(FOLDER.glob("*.pt"))
+
+
+def load(path: Path) -> Case:
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def kind_of(case: Case) -> str:
+    """ "rope", "rope_qkv", "dense", "absorbed" or "dsa"."""
+    if "table" in case:
+        return "rope_qkv" if "kv" in case else "rope"
+    if any(".indexer." in f".{name}" for name in case["state_dict"]):
+        return "dsa"
+    return case.get("kind", "dense")
+
+
+def is_hf(case: Case) -> bool:
+    return case["meta"]["library"] == "transformers"
+
+
+def layer_names(case: Case) -> list[str]:
+    """Prefix of the weights of every layer: one empty prefix, or ``layers.0.`` and so on."""
+    count = case["conventions"]["num_layers"]
+    return [""] if count == 1 else [f"layers.{i}." for i in range(count)]
+
+
+def config_fields(case: Case) -> dict[str, Any]:
+    """Fields of ``MLATransformerConfig`` that make the layer of the case."""
+    config, conventions = case["config"], case["conventions"]
+    fields = _fields_of_hf(config) if is_hf(case) else dict(config)
+    return {
+        **fields,
+        "num_layers": conventions["num_layers"],
+        "mla_latent_norm_epsilon": conventions["qk_norm_eps"],
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+    }
+
+
+def _fields_of_hf(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("attention_bias"):
+        raise ValueError("attention_bias=True: the layer has no biases")
+    rope = dict(config["rope_parameters"])
+    rope_type = {"default": "rope", "yarn": "yarn"}[rope.pop("rope_type")]
+    fields = {
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "qk_layernorm": True,
+        "rope_type": rope_type,
+        "rotary_base": rope.pop("rope_theta"),
+    }
+    if rope_type == "yarn":
+        fields["rotary_scaling_factor"] = rope.pop("factor")
+        fields |= rope
+    return fields
+
+
+def layer_weights(case: Case, source: str, prefix: str) -> dict[str, Tensor]:
+    """Weights (``source="state_dict"``) or their gradients (``"grad_params"``) under our names.
+
+    Rows are put in the order of pairs, and LongCat's two scales go into the norms' weights.
+    """
+    scales = {"q_layernorm": "q_scale", "kv_layernorm": "kv_scale"}
+    weights = {}
+    for name, tensor in case[source].items():
+        if not name.startswith(prefix):
+            continue
+        module, _, leaf = name.removeprefix(prefix).rpartition(".")
+        module = _HF_NAMES[module] if is_hf(case) else module
+        if case["conventions"]["rope_layout"] == "half":
+            tensor = _halves_to_pairs(module, tensor, case["config"])
+        scale = case["conventions"].get(scales.get(module), 1.0)
+        # The library's gradient is that of the product times the scale.
+        weights[f"{module}.{leaf}"] = tensor * scale if source == "state_dict" else tensor / scale
+    return weights
+
+
+def _halves_to_pairs(module: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
+    """Reorder the positional output rows from (i, i + d/2) to (2i, 2i + 1)."""
+    d = config["qk_rope_head_dim"]
+    order = torch.arange(d).view(2, d // 2).t().reshape(-1)
+    if module in ("linear_q_proj", "linear_q_up_proj"):
+        heads = rows.unflatten(0, (config["num_attention_heads"], -1))
+        heads = torch.cat((heads[:, :-d], heads[:, -d:][:, order]), dim=1)
+        return heads.flatten(0, 1)
+    if module == "linear_kv_down_proj":
+        return torch.cat((rows[:-d], rows[-d:][order]))
+    return rows
+
+
+def sequence_first(case: Case, key: str) -> Tensor:
+    """A hidden-size tensor of the case as [s, b, h]."""
+    return case[key].transpose(0, 1).contiguous() if is_hf(case) else case[key]

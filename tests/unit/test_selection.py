@@ -1,0 +1,81 @@
+"""should_use_fused_mla_rope: off silently, one warning where it cannot run, else on."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_mla import selection, should_use_fused_mla_rope
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    selection.forget_said()
+    selection.missing_reason.cache_clear()
+    yield
+    selection.forget_said()
+    selection.missing_reason.cache_clear()
+
+
+def asked(**fields) -> tuple[bool, list[str]]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        answer = should_use_fused_mla_rope(SimpleNamespace(**fields))
+    return answer, [str(w.message) for w in said]
+
+
+def test_off_is_silent() -> None:
+    assert asked(apply_rope_fusion=False, rotary_percent=0.5) == (False, [])
+
+
+def test_partial_rotation_falls_back_with_one_warning_per_process() -> None:
+    config = {"apply_rope_fusion": True, "rope_type": "rope", "rotary_percent": 0.5}
+    answer, said = asked(**config)
+    assert answer is False
+    assert len(said) == 1 and "rotary_percent = 0.5" in said[0] and "unfused path" in said[0]
+    assert asked(**config) == (False, [])
+    assert asked(**{**config, "rotary_percent": 0.25}) == (False, [])
+
+
+def test_reason_is_said_once_where_no_kernel_can_run(monkeypatch) -> None:
+    monkeypatch.setattr(selection, "kernels_missing_reason", lambda: "no Triton here")
+    answer, said = asked(apply_rope_fusion=True, rotary_percent=1.0)
+    assert answer is False
+    assert len(said) == 1 and "no Triton here" in said[0]
+    assert asked(apply_rope_fusion=True, rotary_percent=1.0) == (False, [])
+
+
+def test_on_where_kernels_can_run(monkeypatch) -> None:
+    monkeypatch.setattr(selection, "kernels_missing_reason", lambda: None)
+    for rope_type in ("rope", "yarn"):
+        fields = {"apply_rope_fusion": True, "rope_type": rope_type, "rotary_percent": 1.0}
+        assert asked(**fields) == (True, [])
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError, SyntaxError])
+def test_half_broken_package_counts_as_absent_with_its_reason(monkeypatch, error) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "broken_package":
+                raise error("half installed")
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    reason = selection.missing_reason("broken_package")
+    assert error.__name__ in reason and "half installed" in reason
+    monkeypatch.setitem(sys.modules, "whole_package", types.ModuleType("whole_package"))
+    assert selection.missing_reason("whole_package") is None
+
+
+def test_cudnn_is_refused_with_a_sentence_on_the_cpu() -> None:
+    assert "CUDA device" in selection.cudnn_attention_reason(torch.empty(1, 192), 128)
+
+
+def test_te_is_absent_with_a_reason_without_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "CUDA" in selection.te_missing_reason()

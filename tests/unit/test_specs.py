@@ -1,0 +1,85 @@
+"""Specs build whole models without Transformer Engine: dense, experts, and the right errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mla.attention.mla import MLASelfAttention
+from megatron_mla.specs import mla_attention_spec, mla_block_spec, mla_layer_spec
+from tests.helpers.layers import small_config
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": [0, 1],
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
+def gpt(config, spec):
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config,
+        transformer_layer_spec=spec,
+        vocab_size=64,
+        max_sequence_length=16,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+    ).to(torch.cuda.current_device())
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_gpt_trains_a_step_with_gradients_everywhere(single_rank, changes) -> None:
+    config = small_config(num_layers=2, ffn_hidden_size=32, gated_linear_unit=True, **changes)
+    model = gpt(config, mla_block_spec(config))
+    attentions = [m for m in model.modules() if isinstance(m, MLASelfAttention)]
+    assert [a.layer_number for a in attentions] == [1, 2]
+    assert sum(type(m).__name__ == "MoELayer" for m in model.modules()) == bool(changes)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(64, (2, 16), generator=generator).to(torch.cuda.current_device())
+    loss = model(tokens, None, None, labels=tokens).mean()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if "experts.local_experts" not in name:  # an expert that no token chose has none
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_layer_spec_builds_a_layer(single_rank) -> None:
+    config = small_config(num_layers=1, ffn_hidden_size=32)
+    model = gpt(config, mla_layer_spec(config))
+    assert any(isinstance(m, MLASelfAttention) for m in model.modules())
+
+
+def test_norms_carry_the_mark_of_sequence_parallelism(single_rank) -> None:
+    from megatron_mla.attention.projections import LocalNorm
+
+    for on in (False, True):
+        tp = 2 if on else 1
+        norm = LocalNorm(small_config(sequence_parallel=on, tensor_model_parallel_size=tp), 8)
+        assert norm.weight.sequence_parallel is on
+    layer_norm = LocalNorm(small_config(normalization="LayerNorm"), 8)
+    assert isinstance(layer_norm, torch.nn.LayerNorm)
+
+
+def test_te_without_te_is_an_error_with_the_reason(monkeypatch) -> None:
+    from megatron_mla import specs
+
+    monkeypatch.setattr(specs, "te_missing_reason", lambda: "it is not installed here")
+    for changes in ({"transformer_impl": "transformer_engine"}, {"mla_core_attention": "te"}):
+        with pytest.raises(ImportError, match=r"not installed here.*megatron-mla\[te\]"):
+            mla_attention_spec(small_config(**changes))
+
+
+def test_dsa_is_refused_until_it_exists() -> None:
+    config = small_config(
+        experimental_attention_variant="dsa",
+        dsa_indexer_n_heads=2,
+        dsa_indexer_head_dim=16,
+        dsa_indexer_topk=4,
+    )
+    with pytest.raises(ValueError, match="experimental_attention_variant"):
+        mla_attention_spec(config)
