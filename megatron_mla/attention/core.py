@@ -3,12 +3,14 @@
 Legend: L query rows of this rank, T key rows (all ranks' rows under context parallelism),
 B batch, H heads of this rank, D query/key width, V value width.
 
-Keys and values come in global order, queries are this rank's rows; ``Rows.causal_blocks`` says
+Keys and values come in global order, queries are this rank's rows; ``Rows.plan`` says
 which queries see which keys. Backends, best first: cuDNN (Hopper and later, bf16 and fp16, takes
 192/128 without padding V), memory-efficient, plain math. The choice is logged once with its reason.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -19,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_mla.config import MLATransformerConfig
-from megatron_mla.parallel.microbatch import CausalBlock, Rows
+from megatron_mla.parallel.collectives import move_rows
+from megatron_mla.parallel.microbatch import AttentionPlan, CausalBlock, Rows
 from megatron_mla.selection import cudnn_attention_reason, say_once
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -69,25 +72,19 @@ class SDPACoreAttention(MegatronModule):
             [L, (B,) H * V] in the dtype of ``query``. Rows past the last packed sequence are zero.
         """
         dropout = self.config.attention_dropout if self.training else 0.0
-        query, key, value = map(_RowMajorGrad.apply, (query, key, value))
-        backends, cudnn = self._backends(query, value.shape[-1])
-        if cudnn and not dropout and rows.packed and rows.cp_size == 1:
-            return _PackedCausal.apply(query, key, value, self.softmax_scale, rows).flatten(1)
-        # [L, B, H, D] -> [B, H, L, D] is a view; no copy is made.
         query, key, value = (
-            (t.unsqueeze(1) if rows.packed else t).permute(1, 2, 0, 3) for t in (query, key, value)
-        )
-        pieces = []
-        end = 0
+            t.unsqueeze(1) if rows.packed else t
+            for t in map(_RowMajorGrad.apply, (query, key, value))
+        )  # [L, B, H, D]
+        backends, cudnn = self._backends(query, value.shape[-1])
+        plan = rows.plan()
         with sdpa_kernel(backends, set_priority=True):
-            for block in rows.causal_blocks():
-                pieces.append(self._attend(query, key, value, block, dropout, cudnn))
-                end = block.q_end
-        if end < query.shape[2]:
-            shape = (*query.shape[:2], query.shape[2] - end, value.shape[-1])
-            pieces.append(value.new_zeros(shape))
-        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)  # [B, H, L, V]
-        out = out.permute(2, 0, 1, 3).flatten(2)  # [L, B, H * V]
+            pieces = self._batched(query, key, value, plan, dropout)
+            for block in plan.blocks:
+                pieces.append(self._block(query, key, value, block, dropout, cudnn))
+        if not pieces:
+            pieces.append(_NoRows.apply(query, key, value))
+        out = _assemble(pieces, plan, query, value).flatten(2)  # [L, B, H * V]
         return out.squeeze(1) if rows.packed else out
 
     def _backends(self, query: Tensor, v_dim: int) -> tuple[list[SDPBackend], bool]:
@@ -115,19 +112,74 @@ class SDPACoreAttention(MegatronModule):
             SDPBackend.MATH,
         ], False
 
-    def _attend(
+    def _batched(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, dropout: float
+    ) -> list[Tensor]:
+        """Padded results [sequences * length, 1, H, V] of every batched call."""
+        if not plan.batches:
+            return []
+        num_slots = sum(count * length for count, length in plan.batches)
+        padded = [
+            move_rows(t[:, 0], source, plan.slots, num_slots)
+            for t, source in (
+                (query, plan.query_rows),
+                (key, plan.key_rows),
+                (value, plan.key_rows),
+            )
+        ]
+        sizes = [count * length for count, length in plan.batches]
+        pieces = []
+        for (count, _), *parts in zip(plan.batches, *(t.split(sizes) for t in padded), strict=True):
+            # [count * length, H, D] -> [count, H, length, D]
+            q, k, v = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in parts)
+            out = self._causal(q, k, v, dropout, cudnn=False)
+            pieces.append(out.transpose(1, 2).flatten(0, 1).unsqueeze(1))
+        return pieces
+
+    def _block(
         self, query: Tensor, key: Tensor, value: Tensor, block: CausalBlock, dropout: float, cudnn
     ) -> Tensor:
-        """[B, H, q_end - q_start, V] of one block."""
-        q = query[:, :, block.q_start : block.q_end]
-        k = key[:, :, block.k_start : block.k_end]
-        v = value[:, :, block.k_start : block.k_end]
-        kwargs = {"dropout_p": dropout, "scale": self.softmax_scale}
-        if dropout:
-            # Heads differ between tp ranks, so their dropout must too.
-            with get_cuda_rng_tracker().fork():
-                return _causal(q, k, v, cudnn=False, **kwargs)
-        return _causal(q, k, v, cudnn=cudnn, **kwargs)
+        """[q_end - q_start, B, H, V] of one block."""
+        # [L, B, H, D] -> [B, H, L, D] is a view; no copy is made.
+        q = query[block.q_start : block.q_end].permute(1, 2, 0, 3)
+        k = key[block.k_start : block.k_end].permute(1, 2, 0, 3)
+        v = value[block.k_start : block.k_end].permute(1, 2, 0, 3)
+        return self._causal(q, k, v, dropout, cudnn=cudnn).permute(2, 0, 1, 3)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *, cudnn: bool) -> Tensor:
+        """[B, H, queries, V]; heads differ between tp ranks, so their dropout must too."""
+        fork = get_cuda_rng_tracker().fork() if dropout else nullcontext()
+        with fork:
+            return _causal(q, k, v, cudnn=cudnn, dropout_p=dropout, scale=self.softmax_scale)
+
+
+def _assemble(pieces: list[Tensor], plan: AttentionPlan, query: Tensor, value: Tensor) -> Tensor:
+    """Rows of this rank [L, B, H, V] from the results of all calls; other rows are zero."""
+    num_rows = query.shape[0]
+    if plan.worked is None:
+        done = plan.blocks[-1].q_end if plan.blocks else num_rows
+        if done < num_rows:
+            shape = (num_rows - done, *query.shape[1:-1], value.shape[-1])
+            pieces.append(value.new_zeros(shape))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    worked = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return move_rows(worked, plan.worked, plan.rows, num_rows)
+
+
+class _NoRows(torch.autograd.Function):
+    """A rank that holds nothing but padding: zeros, and zero gradients rather than none.
+
+    Overlapped gradient reductions wait for every parameter, so none may be left out.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.save_for_backward(query, key, value)
+        return value.new_zeros(*query.shape[:-1], value.shape[-1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.zeros_like(t) for t in ctx.saved_tensors)
 
 
 class _RowMajorGrad(torch.autograd.Function):
@@ -204,45 +256,6 @@ class _PrefixThenCausal(torch.autograd.Function):
         (dq1, dk1, dv1), (dq2, dk2, dv2) = grads
         dq = dq2.copy_(dq1.float() + dq2.float())
         return dq, torch.cat((dk1, dk2), dim=2), torch.cat((dv1, dv2), dim=2), None
-
-
-class _PackedCausal(torch.autograd.Function):
-    """Causal attention inside each packed sequence, all of them in one cuDNN call."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, scale, rows):
-        cumulative, longest, end = rows.sequences()
-        out = v.new_zeros(*q.shape[:2], v.shape[-1])
-        if end == 0:
-            ctx.save_for_backward(q, k, v)
-            ctx.end = 0
-            return out
-        part, lse, *_, seed, offset, _ = torch.ops.aten._cudnn_attention_forward(
-            q[:end], k[:end], v[:end], None, cumulative, cumulative, longest, longest, True, 0.0,
-            True, False, scale=scale,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, part, lse, seed, offset, cumulative)
-        ctx.end, ctx.longest, ctx.scale = end, longest, scale
-        if end == q.shape[0]:
-            return part
-        out[:end] = part
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, *rest = ctx.saved_tensors
-        end = ctx.end
-        if end == 0:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
-        out, lse, seed, offset, cumulative = rest
-        grads = torch.ops.aten._cudnn_attention_backward(
-            grad[:end].contiguous(), q[:end], k[:end], v[:end], out, lse, seed, offset, None,
-            cumulative, cumulative, ctx.longest, ctx.longest, 0.0, True, scale=ctx.scale,
-        )  # fmt: skip
-        if end < q.shape[0]:
-            tail = q.shape[0] - end
-            grads = [torch.cat((g, g.new_zeros(tail, *g.shape[1:]))) for g in grads]
-        return *grads, None, None
 
 
 def _parts(k: Tensor, v: Tensor, prefix: int):

@@ -349,7 +349,7 @@ class MLASelfAttention(MegatronModule):
         if self._gathers(rows) and self.sequence_parallel:
             # The up projection gathered over tp what was gathered over cp; only now is every row
             # here to be put into global order.
-            kv, k_pe = (permute_rows(t, rows.key_order, rows.key_order_inverse) for t in (kv, k_pe))
+            kv, k_pe = (permute_rows(t, *rows.key_order()) for t in (kv, k_pe))
         if rows.packed:
             query, kv, k_pe = query.squeeze(1), kv.squeeze(1), k_pe.squeeze(1)
         if not self.has_rope:

@@ -1,4 +1,4 @@
-"""Autograd-aware data movement between ranks that Megatron-Core does not have as one call."""
+"""Autograd-aware movement of rows, between ranks and within one, that Megatron-Core has not."""
 
 from __future__ import annotations
 
@@ -65,6 +65,28 @@ class _PermuteRows(torch.autograd.Function):
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
+
+
+class _MoveRows(torch.autograd.Function):
+    """Backward moves the gradient back; as no row is read twice, nothing is added up."""
+
+    @staticmethod
+    def forward(ctx, t, source, target, num_rows):
+        ctx.save_for_backward(source, target)
+        ctx.num_source = t.shape[0]
+        out = t.new_zeros(num_rows, *t.shape[1:])
+        return out.index_copy_(0, target, t.index_select(0, source))
+
+    @staticmethod
+    def backward(ctx, grad):
+        source, target = ctx.saved_tensors
+        out = grad.new_zeros(ctx.num_source, *grad.shape[1:])
+        return out.index_copy_(0, source, grad.index_select(0, target)), None, None, None
+
+
+def move_rows(t: Tensor, source: Tensor, target: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, ...] of zeros with rows ``target`` set to ``t[source]``; indices are distinct."""
+    return _MoveRows.apply(t, source, target, num_rows)
 
 
 def permute_rows(t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

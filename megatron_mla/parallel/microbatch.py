@@ -1,4 +1,4 @@
-"""What one micro-batch looks like on this rank: positions, order and causal blocks.
+"""What one micro-batch looks like on this rank: positions, order and causal attention.
 
 Built once per micro-batch and shared by all layers: for packed batches it is kept on the
 ``PackedSeqParams`` object, for unpacked ones it depends on the length alone.
@@ -32,6 +32,68 @@ class CausalBlock(NamedTuple):
     k_end: int
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """Causal attention of a rank in few calls.
+
+    Short sequences of about the same length are padded to the longest of them and attend as one
+    batch. Causal masks keep padding, which is last, from every real row. The results of all
+    calls, one after the other, are the "worked" rows.
+
+    Attributes:
+        batches: (number of sequences, padded length) of every batched call.
+        query_rows, key_rows: [M] int64, real rows of all batches; under context parallelism keys
+            are counted over all ranks.
+        slots: [M] int64, their places in the padded rows of all batches.
+        blocks: what is left, one call each, in query order.
+        worked: [K] int64, places of real rows among the worked rows; None where these are the rows
+            of this rank in order (up to a tail that belongs to no sequence).
+        rows: [K] int64, the rows of this rank that they are.
+    """
+
+    batches: list[tuple[int, int]]
+    query_rows: Tensor | None
+    key_rows: Tensor | None
+    slots: Tensor | None
+    blocks: list[CausalBlock]
+    worked: Tensor | None
+    rows: Tensor | None
+
+
+# Longer sequences fill a GPU alone, and copying them costs more than a call.
+_BATCHED_LENGTH = 1024
+
+
+def _make_plan(blocks: list[CausalBlock], num_local: int, device) -> AttentionPlan:
+    classes: dict[int, list[CausalBlock]] = {}
+    for block in blocks:
+        length = block.q_end - block.q_start
+        if block.k_end - block.k_start == length <= _BATCHED_LENGTH:
+            # Lengths up to a power of two and above its half: less than half is padding.
+            classes.setdefault((length - 1).bit_length(), []).append(block)
+    groups = [group for group in classes.values() if len(group) > 1]
+    batched = {block for group in groups for block in group}
+    alone = [block for block in blocks if block not in batched]
+    if not groups:
+        return AttentionPlan([], None, None, None, alone, None, None)
+    batches, rows, keys, slots, end = [], [], [], [], 0
+    for group in groups:
+        longest = max(block.q_end - block.q_start for block in group)
+        for block in group:
+            rows.append(torch.arange(block.q_start, block.q_end))
+            keys.append(torch.arange(block.k_start, block.k_end))
+            slots.append(torch.arange(end, end + block.q_end - block.q_start))
+            end += longest
+        batches.append((len(group), longest))
+    query_rows, key_rows, batch_slots = (torch.cat(t).to(device) for t in (rows, keys, slots))
+    for block in alone:
+        rows.append(torch.arange(block.q_start, block.q_end))
+        slots.append(torch.arange(end, end + block.q_end - block.q_start))
+        end += block.q_end - block.q_start
+    worked, all_rows = (torch.cat(t).to(device) for t in (slots, rows))
+    return AttentionPlan(batches, query_rows, key_rows, batch_slots, alone, worked, all_rows)
+
+
 @dataclass(eq=False)
 class Rows:
     """Rows of one micro-batch on this rank.
@@ -56,7 +118,7 @@ class Rows:
     tp_chunks: int
     _key_order: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _blocks: list[CausalBlock] | None = field(default=None, repr=False)
-    _sequences: tuple[Tensor, int, int] | None = field(default=None, repr=False)
+    _plan: AttentionPlan | None = field(default=None, repr=False)
 
     def causal_blocks(self) -> list[CausalBlock]:
         """Every block of causal attention of this rank, in query order; empty ones are left out.
@@ -83,19 +145,11 @@ class Rows:
             self._key_order = order, inverse
         return self._key_order
 
-    def sequences(self) -> tuple[Tensor, int, int]:
-        """For kernels over whole packed sequences (no context parallelism).
-
-        Returns:
-            Cumulative lengths without empty sequences [M + 1] int32 on the device, the longest
-            length and the end of the last sequence, in rows.
-        """
-        if self._sequences is None:
-            ends = [block.q_end for block in self.causal_blocks()]
-            longest = max((block.q_end - block.q_start for block in self._blocks), default=0)
-            cumulative = torch.tensor([0, *ends], dtype=torch.int32, device=self.positions.device)
-            self._sequences = cumulative, longest, ends[-1] if ends else 0
-        return self._sequences
+    def plan(self) -> AttentionPlan:
+        """The causal blocks, the short square ones batched: many short sequences, few calls."""
+        if self._plan is None:
+            self._plan = _make_plan(self.causal_blocks(), self.num_local, self.positions.device)
+        return self._plan
 
     def _make_blocks(self):
         if self.cu_seqlens is None:

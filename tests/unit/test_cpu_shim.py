@@ -125,7 +125,8 @@ def test_recompute_replays_dropout(tracker, kind):
         assert torch.equal(got, expected)
 
 
-def test_average_on_gloo(tmp_path):
+def test_collectives_that_gloo_lacks(tmp_path):
+    """An average, and an all-to-all whose sizes are tensors, as the MoE dispatcher calls it."""
     import torch.distributed as dist
 
     # A group of this test's own would be the default group of the process, so it gets a process.
@@ -137,7 +138,11 @@ def test_average_on_gloo(tmp_path):
         " world_size=2);"
         "x = torch.full((3,), 2.0 + 4 * rank);"
         "dist.all_reduce(x, op=dist.ReduceOp.AVG);"
-        "assert x.tolist() == [4.0] * 3, x"
+        "assert x.tolist() == [4.0] * 3, x;"
+        "send, receive = torch.tensor([1, 2]), torch.tensor([rank + 1, rank + 1]);"
+        "got = torch.empty(2 * rank + 2);"
+        "dist.all_to_all_single(got, torch.arange(3.0) + 10 * rank, receive, send);"
+        "assert got.tolist() == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]][rank], got"
     )
     assert dist.is_gloo_available()
     store = tmp_path / "store"

@@ -50,7 +50,9 @@ def inputs(total, heads, qk, v, dtype=torch.float32, device="cpu"):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [[32], [16, 0, 8, 24], [8, 0]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[32], [16, 0, 8, 24], [8, 0], [16, 8, 16, 24, 0, 16], [8] * 5], ids=str
+)
 def test_packed_attention_and_gradients_match_plain_softmax(cp, lengths) -> None:
     total = sum(lengths) + 8
     q, k, v, grad = inputs(total, 3, 8, 6)
@@ -186,11 +188,25 @@ def test_cudnn_is_what_runs_on_hopper() -> None:
     assert "cudnn" in names.lower(), names
 
 
+def test_rank_of_padding_only_gives_zeros_and_zero_gradients() -> None:
+    q, k, v, grad = (t.requires_grad_() for t in inputs(8, 2, 8, 6))
+    rows = rows_of_microbatch(
+        8, cp_rank=0, cp_size=1, tp_chunks=1, device=torch.device("cpu"),
+        packed_seq_params=packed([0, 0], device="cpu"),
+    )  # fmt: skip
+    out = make_core()(q, k, v, rows)
+    out.backward(grad.flatten(1))
+    for t in (out, q.grad, k.grad, v.grad):
+        assert torch.equal(t, torch.zeros_like(t))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[512, 0, 100, 384, 1], [997], [0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[512, 0, 100, 384, 1], [1500, 64, 64, 40], [997], [0, 0]], ids=str
+)
 @pytest.mark.parametrize("tail", [0, 27])
 @pytest.mark.parametrize("heads", [3, 16])
-def test_packed_cudnn_call_equals_plain_softmax(lengths, tail, heads) -> None:
+def test_packed_sequences_on_cudnn_equal_plain_softmax(lengths, tail, heads) -> None:
     total = sum(lengths) + tail
     if total == 0:
         pytest.skip("an empty batch is not a batch")

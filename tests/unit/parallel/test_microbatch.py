@@ -52,6 +52,24 @@ def test_blocks_are_the_causal_mask_of_each_sequence(cp, lengths) -> None:
         assert torch.equal(visible(rows), allowed[mine])
 
 
+def test_plan_batches_short_sequences_of_like_length_and_leaves_the_rest() -> None:
+    lengths = [100, 2000, 0, 128, 3, 65, 2000, 700]
+    plan = rows_of(sum(lengths) + 5, params=packed(lengths, device=CPU)).plan()
+    assert plan.batches == [(3, 128)]  # 100, 128 and 65; 3 and 700 have no like
+    assert [b.q_end - b.q_start for b in plan.blocks] == [2000, 3, 2000, 700]
+    assert torch.equal(plan.query_rows, plan.key_rows)
+    # Every row of a sequence once, none of the tail; no two in one place.
+    assert plan.rows.sort().values.tolist() == list(range(sum(lengths)))
+    assert plan.worked.unique().numel() == plan.worked.numel()
+    assert plan.slots.tolist()[100] == 128  # the second sequence starts behind the padded first
+
+
+def test_plan_without_likes_is_the_blocks() -> None:
+    rows = rows_of(48, params=packed([16, 32], device=CPU))
+    assert rows.plan().blocks == rows.causal_blocks() and not rows.plan().batches
+    assert rows_of(48).plan().blocks == rows_of(48).causal_blocks()
+
+
 def test_packed_rows_are_built_once_per_micro_batch() -> None:
     params = packed([4, 4], device=CPU)
     rows = rows_of(8, params=params)

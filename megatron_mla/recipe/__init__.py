@@ -1,0 +1,1 @@
+"""Training runs: strict YAML -> configuration -> model, optimiser, data, loop, checkpoints."""
