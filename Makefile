@@ -20,7 +20,7 @@ CONFIG ?= configs/mla_debug_cpu.yaml
 help:
 	@echo "megatron_mla"
 	@echo
-	@echo "  make train    train a small MLA model on $(NPROC) CPU processes; extra flags in ARGS,"
+	@echo "  make train    train a small MLA model on $(NPROC) ranks; extra flags in ARGS,"
 	@echo "                e.g. make train ARGS=\"--train-iters 50 --no-rope-fusion\""
 	@echo "                (CONFIG and NPROC choose another recipe and number of processes)"
 	@echo "  make test     run all tests; e.g. make test ARGS=\"tests/unit -k layout\""
@@ -76,7 +76,12 @@ $(STAMP): setup.py
 	$(PY) -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
+# Four ranks want four GPUs; a machine with fewer trains on its CPU.
 train: $(STAMP)
+	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); \
+	if [ "$$gpus" -lt $(NPROC) ]; then \
+	    echo "$$gpus GPUs for $(NPROC) ranks: training on the CPU"; export CUDA_VISIBLE_DEVICES=; \
+	fi; \
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=$(NPROC) \
 	    scripts/pretrain.py --config $(CONFIG) $(ARGS)
 

@@ -24,5 +24,5 @@ setup(
         "hf": ["transformers", "safetensors"],
         "dev": [*TRAIN, "pytest", "pytest-timeout", "hypothesis", "ruff", "codespell"],
     },
-    entry_points={"console_scripts": ["megatron-mla-pretrain = megatron_mla.recipe.main:main"]},
+    entry_points={"console_scripts": ["megatron-mla-pretrain = megatron_mla.recipe.cli:main"]},
 )

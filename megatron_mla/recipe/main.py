@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -32,7 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         Exit code: 0, or 2 after a user error, which rank 0 prints without a traceback.
     """
-    _quiet_libraries()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         run = parse_run(arguments)
@@ -47,19 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _quiet_libraries() -> None:
-    # Megatron-Core's deprecations and hints would bury what the run says, and one rank is enough
-    # for the rest.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-    # Of collectives and ShardedTensor, which Megatron-Core 0.19 calls by their older names.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*")
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*ShardedTensor.*")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    if int(os.environ.get("RANK", "0")) != 0:
-        warnings.simplefilter("ignore")
-
-
 def _prepare(run: Run) -> Trainer | None:
     """Check the run against the machine, start the ranks, build everything.
 
@@ -67,6 +51,8 @@ def _prepare(run: Run) -> Trainer | None:
     """
     on_gpu = not install_cpu_shim()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if on_gpu:
+        _check_gpus(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     check_run(run, world_size, on_gpu=on_gpu)
     config = make_config(run, on_gpu=on_gpu)
     stream = open_stream(run.data.data_path, run.data.vocab_size)
@@ -155,6 +141,14 @@ def _train(trainer: Trainer) -> None:
     save = trainer.run.checkpoint.save
     saved = checkpoint.whole_checkpoints(save) if save is not None else []
     say(f"  checkpoint {saved[-1] if saved else 'none (no --save)'}")
+
+
+def _check_gpus(gpus: int, ranks: int) -> None:
+    if ranks > gpus:
+        raise ValueError(
+            f"the ranks of this machine must not outnumber its GPUs, {gpus}, got {ranks}; start "
+            f"torchrun --nproc-per-node={gpus}, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
 
 
 def _find_start(options: Checkpoint) -> Path | None:

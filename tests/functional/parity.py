@@ -74,7 +74,8 @@ def _cases() -> list[Case]:
         (1, 4, False, False),
     ):
         cases.append(Case(tp=tp, cp=cp, sp=sp, packed=packed, gpt=True))
-    return cases
+    # Of one split after the other: process groups are made once for each.
+    return sorted(cases, key=lambda case: (case.world, case.tp))
 
 
 CASES = _cases()
@@ -314,6 +315,18 @@ def solve_alone(case: Case, dtype, device):
     return out, grad_input, weights, {n: p.grad for n, p in module.named_parameters()}
 
 
+def _split_ranks(tp: int, cp: int) -> None:
+    """Megatron-Core's parallel state for this split; what is there is used again if it fits."""
+    from megatron.core import parallel_state as ps
+
+    if ps.model_parallel_is_initialized():
+        there = (ps.get_tensor_model_parallel_world_size(), ps.get_context_parallel_world_size())
+        if there == (tp, cp):
+            return
+        ps.destroy_model_parallel()
+    ps.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+
+
 def run_case(case: Case, dtype: torch.dtype) -> dict[str, float]:
     """Compare one case; raises AssertionError on every rank when any rank is off."""
     from megatron.core import parallel_state as ps
@@ -326,8 +339,7 @@ def run_case(case: Case, dtype: torch.dtype) -> dict[str, float]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     device = torch.device(torch.cuda.current_device())
-    ps.destroy_model_parallel()
-    ps.initialize_model_parallel(tensor_model_parallel_size=case.tp, context_parallel_size=case.cp)
+    _split_ranks(case.tp, case.cp)
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     alone = solve_alone(case, dtype, device)
     truth = alone if dtype == torch.float32 else solve_alone(case, torch.float32, device)
@@ -382,6 +394,16 @@ def setup_ranks() -> None:
         dist.init_process_group("gloo")
 
 
+def leave_ranks() -> None:
+    """End the groups that :func:`setup_ranks` and the cases made, all ranks together."""
+    from megatron.core import parallel_state as ps
+
+    dist.barrier()
+    ps.destroy_model_parallel()
+    vars(lonely_groups).pop("group", None)
+    dist.destroy_process_group()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--report", type=Path, help="write the answers as JSON")
@@ -407,8 +429,7 @@ def main() -> int:
             print("ok  " if answer["ok"] else "FAIL", case.id, text, flush=True)
     if dist.get_rank() == 0 and options.report:
         options.report.write_text(json.dumps(answers))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_ranks()
     return 0 if all(answer["ok"] for answer in answers.values()) else 1
 
 

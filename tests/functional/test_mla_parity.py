@@ -20,6 +20,17 @@ from tests.helpers.launch import run_ranks, under_torchrun
 PROGRAM = Path(parity.__file__)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks():
+    """Under torchrun: this rank in torchrun's group, left again in step with the others."""
+    if not under_torchrun():
+        yield
+        return
+    parity.setup_ranks()
+    yield
+    parity.leave_ranks()
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """Answers of all cases of a world size; its ranks start when the first one is asked for."""
@@ -47,7 +58,6 @@ def test_parallel_equals_one_rank(case: parity.Case, answers) -> None:
         world = int(os.environ["WORLD_SIZE"])
         if case.world != world:
             pytest.skip(f"needs {case.world} ranks, torchrun started {world}")
-        parity.setup_ranks()
         parity.run_case(case, torch.float32)
         return
     found = answers(case.world)

@@ -46,3 +46,11 @@ def test_other_ranks_are_silent(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert main(["--config", "none.yaml"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_more_ranks_than_gpus_is_refused_with_both_ways_out() -> None:
+    from megatron_mla.recipe.main import _check_gpus
+
+    _check_gpus(4, 4)
+    with pytest.raises(ValueError, match=r"GPUs, 2, got 4; .*nproc-per-node=2.*CUDA_VISIBLE"):
+        _check_gpus(2, 4)
