@@ -55,19 +55,30 @@ def default_group():
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def single_rank_groups(default_group) -> None:
+    """Megatron-Core's parallel state with tp = cp = pp = 1, made once.
+
+    Every gloo group keeps threads until the process ends: groups of their own for hundreds of tests
+    are thousands of threads.
+    """
+    from megatron.core import parallel_state
+
+    # Whatever was there before would answer instead.
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
 @pytest.fixture
-def single_rank(default_group):
-    """Megatron-Core's parallel state with tp = cp = pp = 1, seeded, and gone after the test.
+def single_rank(single_rank_groups) -> None:
+    """The groups of :func:`single_rank_groups` with fresh random states.
 
     Under torchrun every rank is such a group of its own; the rest are data-parallel copies.
     """
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
-    # Whatever a test before left behind would answer instead.
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    yield
-    parallel_state.destroy_model_parallel()

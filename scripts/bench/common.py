@@ -68,6 +68,15 @@ def peak_mib(call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def held_mib(call):
+    """Answer of a call and the memory that is held because of it, MiB."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    answer = call()
+    torch.cuda.synchronize()
+    return answer, (torch.cuda.memory_allocated() - before) / 2**20
+
+
 def count_kernels(call) -> int:
     """GPU kernels of one call; copies and fills count too."""
     from torch.profiler import ProfilerActivity, profile

@@ -21,7 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import append_rows, count_kernels, machine, peak_mib, times_us  # noqa: E402
+from scripts.bench.common import (  # noqa: E402
+    append_rows,
+    count_kernels,
+    held_mib,
+    machine,
+    peak_mib,
+    times_us,
+)
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168,
@@ -58,6 +65,8 @@ CASES = {
     "deepseek-v2-lite-16384-packed-8": (DEEPSEEK_V2_LITE, 16384, [2048] * 8),
     "deepseek-v2-lite-16384-packed-128": (DEEPSEEK_V2_LITE, 16384, [128] * 128),
 }
+
+RECOMPUTED = (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"])
 
 
 def common_fields(widths: dict) -> dict:
@@ -96,6 +105,12 @@ def build_layers(widths: dict) -> dict[str, torch.nn.Module]:
         layers[name] = build_module(mla_attention_spec(config), config=config, layer_number=1)
 
     ours("ours", apply_rope_fusion=True)
+    for modules in RECOMPUTED:
+        ours(
+            f"ours recompute {'+'.join(modules)}",
+            recompute_granularity="selective",
+            recompute_modules=modules,
+        )
     reason = te_missing_reason()
     if reason is not None:
         print(f"Stock layers are left out: {reason}")
@@ -172,6 +187,13 @@ def bench(case: str, quick: bool) -> list[dict]:
             off = ((got - want).float().norm() / want.float().norm()).item()
             if not off < 2e-2:
                 raise SystemExit(f"{case}: {what} of {name} is off by {off:.1e}; not timed")
+    for name, layer in layers.items():
+        if name in calls and name.startswith("ours"):
+            # What a layer adds to the memory of a step until its backward.
+            out, saved = held_mib(lambda layer=layer: layer(x, None, packed_seq_params=params()))
+            print(f"{case:36s} {name:36s} {saved:8.0f} MiB held until the backward")
+            out[0].backward(grad)
+            del out
     medians = times_us(calls, rounds=2 if quick else 5, repeats=5 if quick else 20)
     rows = []
     for name, call in calls.items():
@@ -187,7 +209,7 @@ def bench(case: str, quick: bool) -> list[dict]:
             **machine(),
         }
         print(
-            f"{case:36s} {name:14s} {medians[name] / 1000:8.2f} ms  {row['peak_mib']:>6s} MiB  "
+            f"{case:36s} {name:36s} {medians[name] / 1000:8.2f} ms  {row['peak_mib']:>6s} MiB  "
             f"{row['kernels']:4d} kernels  {row['share']} x ours",
             flush=True,
         )
