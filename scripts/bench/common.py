@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import statistics
 import subprocess
 from pathlib import Path
@@ -25,9 +26,10 @@ def machine() -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = ""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    commit = os.environ.get("BENCH_COMMIT", "")  # for a copy of the tree without its history
+    if not commit:
+        asked = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -116,6 +116,9 @@ def build_layers(widths: dict) -> dict[str, torch.nn.Module]:
         print(f"Stock layers are left out: {reason}")
         return {name: layer.cuda() for name, layer in layers.items()}
     ours("ours on TE", transformer_impl="transformer_engine", apply_rope_fusion=True)
+    if widths["q_lora_rank"] is None:
+        print("stock layers are left out: they normalise the input of linear_q_proj, no model does")
+        return {name: layer.cuda() for name, layer in layers.items()}
     for name, fused in (("stock unfused", False), ("stock fused", True)):
         config = StockConfig(**fields, apply_rope_fusion=fused)
         spec = get_gpt_layer_with_transformer_engine_spec(
@@ -135,10 +138,6 @@ def share_weights(layers: dict[str, torch.nn.Module]) -> None:
     with torch.no_grad():
         for layer in layers.values():
             for name, parameter in layer.named_parameters():
-                if name == "linear_q_proj.layer_norm_weight":
-                    # Stock normalises the input here too, where no model has such a norm.
-                    print("stock has a norm before linear_q_proj that ours and the models lack")
-                    continue
                 parameter.copy_(source[fused.get(name, name)])
 
 

@@ -94,13 +94,14 @@ def test_stock_layer_and_ours_exchange_checkpoints(down) -> None:
         multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm"
     ).submodules.self_attention
     spec.submodules.core_attention = _AnyCore
-    stock = build_module(spec, config=small_config(), layer_number=1)
+    device = torch.cuda.current_device()
+    stock = build_module(spec, config=small_config(), layer_number=1).to(device)
     ours = small_layer(mla_down_proj_parallelism=down)
     ours.load_state_dict(stock.state_dict(), strict=True)
     for name, weight in stock.named_parameters():
-        assert torch.equal(ours.get_parameter(name), weight)
+        assert torch.equal(ours.get_parameter(name), weight.to(device))
     fresh = small_layer()
     missing = stock.load_state_dict(fresh.state_dict(), strict=True)
     assert not missing.missing_keys and not missing.unexpected_keys
     for name, weight in fresh.named_parameters():
-        assert torch.equal(stock.get_parameter(name), weight)
+        assert torch.equal(stock.get_parameter(name).to(device), weight)
