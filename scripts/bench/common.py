@@ -96,7 +96,7 @@ def append_rows(name: str, rows: list[dict]) -> Path:
     path.parent.mkdir(exist_ok=True)
     fresh = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         if fresh:
             writer.writeheader()
         writer.writerows(rows)
