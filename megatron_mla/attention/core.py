@@ -80,8 +80,11 @@ class SDPACoreAttention(MegatronModule):
         plan = rows.plan()
         with sdpa_kernel(backends, set_priority=True):
             pieces = self._batched(query, key, value, plan, dropout)
-            for block in plan.blocks:
-                pieces.append(self._block(query, key, value, block, dropout, cudnn))
+            for parts in _block_parts(query, key, value, plan.blocks):
+                # [L, B, H, D] -> [B, H, L, D] is a view; no copy is made.
+                q, k, v = (t.permute(1, 2, 0, 3) for t in parts)
+                piece = self._causal(q, k, v, dropout, cudnn=cudnn)
+                pieces.append(piece.permute(2, 0, 1, 3))
         if not pieces:
             pieces.append(_NoRows.apply(query, key, value))
         out = _assemble(pieces, plan, query, value).flatten(2)  # [L, B, H * V]
@@ -136,21 +139,43 @@ class SDPACoreAttention(MegatronModule):
             pieces.append(out.transpose(1, 2).flatten(0, 1).unsqueeze(1))
         return pieces
 
-    def _block(
-        self, query: Tensor, key: Tensor, value: Tensor, block: CausalBlock, dropout: float, cudnn
-    ) -> Tensor:
-        """[q_end - q_start, B, H, V] of one block."""
-        # [L, B, H, D] -> [B, H, L, D] is a view; no copy is made.
-        q = query[block.q_start : block.q_end].permute(1, 2, 0, 3)
-        k = key[block.k_start : block.k_end].permute(1, 2, 0, 3)
-        v = value[block.k_start : block.k_end].permute(1, 2, 0, 3)
-        return self._causal(q, k, v, dropout, cudnn=cudnn).permute(2, 0, 1, 3)
-
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *, cudnn: bool) -> Tensor:
         """[B, H, queries, V]; heads differ between tp ranks, so their dropout must too."""
         fork = get_cuda_rng_tracker().fork() if dropout else nullcontext()
         with fork:
             return _causal(q, k, v, cudnn=cudnn, dropout_p=dropout, scale=self.softmax_scale)
+
+
+def _block_parts(query: Tensor, key: Tensor, value: Tensor, blocks: list[CausalBlock]):
+    """Queries, keys and values of every block."""
+    keys = [(block.k_start, block.k_end) for block in blocks]
+    return zip(
+        _cut(query, [(block.q_start, block.q_end) for block in blocks]),
+        _cut(key, keys),
+        _cut(value, keys),
+        strict=True,
+    )
+
+
+def _cut(t: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
+    """``t[start:end]`` of every span.
+
+    Spans that do not overlap are pieces of one split: its backward writes each gradient once, where
+    that of a slice fills and adds a whole tensor. Keys of context-parallel blocks overlap.
+    """
+    sizes, kept, end = [], [], 0
+    for start, stop in spans:
+        if start < end:
+            return [t[start:stop] for start, stop in spans]
+        if start > end:
+            sizes.append(start - end)
+        kept.append(len(sizes))
+        sizes.append(stop - start)
+        end = stop
+    if end < t.shape[0]:
+        sizes.append(t.shape[0] - end)
+    parts = t.split(sizes)
+    return [parts[index] for index in kept]
 
 
 def _assemble(pieces: list[Tensor], plan: AttentionPlan, query: Tensor, value: Tensor) -> Tensor:

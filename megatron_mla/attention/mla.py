@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from megatron_mla.attention.projections import DuplicatedLinear, mark_row_parallel
+from megatron_mla.attention.projections import mark_latent_norm
 from megatron_mla.attention.state_names import register_reader
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.parallel.collectives import (
@@ -153,10 +153,10 @@ class MLASelfAttention(MegatronModule):
                 name=f"{name}.{field}" if name is not None else None,
                 **kwargs,
             )
-            if "parallel_mode" in kwargs and not isinstance(module, DuplicatedLinear):
-                mark_row_parallel(module, self.sequence_parallel, groups.tp_size)
-            elif isinstance(module, DuplicatedLinear):
-                module.weight.sequence_parallel = self.sequence_parallel
+            if "parallel_mode" in kwargs:
+                # Whole on every rank: with sequence parallelism each gradient covers own rows.
+                for parameter in module.parameters():
+                    parameter.sequence_parallel = self.sequence_parallel
             setattr(self, field, module)
 
         def norm(field: str, width: int) -> None:
@@ -172,7 +172,7 @@ class MLASelfAttention(MegatronModule):
             module = build_module(
                 spec, config=config, hidden_size=width, eps=config.latent_norm_epsilon
             )
-            mark_row_parallel(module, self.sequence_parallel, groups.tp_size)
+            mark_latent_norm(module, self.sequence_parallel, groups.tp_size)
             setattr(self, field, module)
 
         query_width = config.num_attention_heads * config.qk_width

@@ -12,8 +12,7 @@ class DuplicatedLinear(MegatronModule):
     """A linear layer whose whole weight is on every tensor-parallel rank.
 
     The counterpart of Transformer Engine's ``TELinear(parallel_mode="duplicated")``: no
-    communication, rows in, rows out. With sequence parallelism each rank sees its own rows, so the
-    weight is marked for Megatron-Core's sum of gradients over tp.
+    communication, rows in, rows out.
 
     Args:
         input_size, output_size: channels.
@@ -80,14 +79,14 @@ class LocalNorm(torch.nn.Module):
         return norm
 
 
-def mark_row_parallel(module: torch.nn.Module, sequence_parallel: bool, tp_size: int) -> None:
-    """Say how the gradients of a module that every tp rank holds whole become one gradient.
+def mark_latent_norm(norm: torch.nn.Module, sequence_parallel: bool, tp_size: int) -> None:
+    """Say how the gradients of a latent norm, whole on every tp rank, become one gradient.
 
     With sequence parallelism a rank's gradient covers its rows only and Megatron-Core sums them.
     Without, all ranks hold the same gradient; stock Megatron-Core sums those of ``q_layernorm``
     even so (tp times too large), which averaging prevents.
     """
-    for parameter in module.parameters():
+    for parameter in norm.parameters():
         parameter.sequence_parallel = sequence_parallel
         if tp_size > 1 and not sequence_parallel:
             parameter.average_gradients_across_tp_domain = True

@@ -129,6 +129,7 @@ class Rows:
             self._blocks = list(self._make_blocks())
         return self._blocks
 
+    @torch.inference_mode(False)
     def key_order(self) -> tuple[Tensor, Tensor]:
         """Index [T] int64 that puts cp-gathered rows into global order, and its inverse."""
         if self._key_order is None:
@@ -145,6 +146,7 @@ class Rows:
             self._key_order = order, inverse
         return self._key_order
 
+    @torch.inference_mode(False)
     def plan(self) -> AttentionPlan:
         """The causal blocks, the short square ones batched: many short sequences, few calls."""
         if self._plan is None:
@@ -171,6 +173,9 @@ class Rows:
                 yield CausalBlock(row, row + chunk, start, start + (index + 1) * chunk)
 
 
+# Built outside inference mode, here and above: what a generation or evaluation in that mode makes
+# first, training may have to save for a backward later.
+@torch.inference_mode(False)
 def _build(num_local, cp_rank, cp_size, tp_chunks, device, cu_seqlens) -> Rows:
     num_global = num_local * cp_size
     if cu_seqlens is None:

@@ -52,7 +52,8 @@ class RopeTables:
         return table
 
     def _make(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
+        # Not as inference tensors, which a later training step could not save for its backward.
+        with torch.inference_mode(False), torch.no_grad():
             position = torch.arange(rows, dtype=torch.float32, device=device)
             angle = torch.outer(position, inv_freq(self.params, device))  # [P, dim/2]
             factor = concentration(self.params)

@@ -176,3 +176,16 @@ def test_wrong_shapes_and_configs_are_refused() -> None:
         build_module(spec, config=stock, layer_number=1)
     with pytest.raises(ValueError, match="tensor_model_parallel_size"):
         build_module(spec, config=small_config(tensor_model_parallel_size=2), layer_number=1)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["sbhd", "thd"])
+def test_training_after_inference_mode(is_packed) -> None:
+    """Tables and indices that an evaluation in inference mode made first serve training too."""
+    layer = small_layer(rotary_base=12345.0)  # a table that no other test has made
+    params = packed([700, 700, 30]) if is_packed else None
+    x = hidden(1430, 1)
+    with torch.inference_mode():
+        quiet, _ = layer(x, None, packed_seq_params=params)
+    out, _, grads = gradients(layer, x, torch.ones_like(x), packed_seq_params=params)
+    assert torch.equal(out, quiet)
+    assert all(torch.isfinite(g).all() for g in grads.values())
