@@ -21,7 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_mla.attention.core import SDPACoreAttention
-from megatron_mla.attention.mla import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron_mla.attention.latent import MLASelfAttentionSubmodules
+from megatron_mla.attention.mla import MLASelfAttention
 from megatron_mla.attention.projections import DuplicatedLinear, LocalNorm
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.selection import te_missing_reason

@@ -39,8 +39,9 @@ class Case:
     down: str = "duplicated"
     q_lora_rank: int | None = 28
     rope_type: str = "yarn"
-    recompute: bool = False
+    recompute: str = ""  # "selective" | "full"
     gpt: bool = False
+    experts: bool = False
 
     @property
     def world(self) -> int:
@@ -51,7 +52,8 @@ class Case:
         parts = ["gpt" if self.gpt else "layer", f"tp{self.tp}", f"cp{self.cp}"]
         parts += ["thd" if self.packed else "sbhd", "sp" if self.sp else "nosp", self.down]
         parts += ["q" if self.q_lora_rank else "noq", self.rope_type]
-        return "-".join(parts + (["recompute"] if self.recompute else []))
+        parts += [f"recompute_{self.recompute}"] if self.recompute else []
+        return "-".join(parts + (["experts"] if self.experts else []))
 
 
 def _cases() -> list[Case]:
@@ -64,7 +66,7 @@ def _cases() -> list[Case]:
     for tp, cp, sp in ((2, 1, True), (1, 2, False), (2, 2, True)):
         common = {"tp": tp, "cp": cp, "sp": sp, "rope_type": "rope"}
         cases.append(Case(**common, q_lora_rank=None))
-        cases.append(Case(**common, packed=True, recompute=True))
+        cases.append(Case(**common, packed=True, recompute="selective"))
     for tp, cp, sp, packed in (
         (2, 1, False, False),
         (2, 1, True, True),
@@ -74,6 +76,9 @@ def _cases() -> list[Case]:
         (1, 4, False, False),
     ):
         cases.append(Case(tp=tp, cp=cp, sp=sp, packed=packed, gpt=True))
+    for tp, cp, sp, packed in ((2, 1, True, False), (1, 2, False, True), (2, 2, True, True)):
+        common = {"tp": tp, "cp": cp, "sp": sp, "packed": packed, "gpt": True}
+        cases += [Case(**common, recompute="full"), Case(**common, experts=True)]
     # Of one split after the other: process groups are made once for each.
     return sorted(cases, key=lambda case: (case.world, case.tp))
 
@@ -85,10 +90,23 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool):
     """The toy model of a case, split ``tp`` x ``cp``."""
     from megatron_mla import MLATransformerConfig
 
-    selective = {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["mla_up_proj", "core_attn"],
-    }
+    extra = {}
+    if case.recompute:
+        extra["recompute_granularity"] = case.recompute
+    if case.recompute == "selective":
+        extra["recompute_modules"] = ["mla_up_proj", "core_attn"]
+    elif case.recompute == "full":
+        extra |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if case.experts:
+        extra |= {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": [0, 1],
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+        }
     return MLATransformerConfig(
         num_layers=2 if case.gpt else 1,
         hidden_size=HIDDEN,
@@ -119,7 +137,7 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool):
         mla_down_proj_parallelism=case.down,
         apply_rope_fusion=False,
         calculate_per_token_loss=case.gpt,
-        **(selective if case.recompute else {}),
+        **extra,
     )
 
 
@@ -170,7 +188,7 @@ def shard(name: str, full: torch.Tensor, case: Case) -> torch.Tensor:
     """This tp rank's part of a weight (or of its gradient)."""
     from megatron.core import parallel_state as ps
 
-    if "layernorm" in name:
+    if "layernorm" in name or "router" in name:
         return full
     if "down_proj" in name and case.down == "duplicated":
         return full
