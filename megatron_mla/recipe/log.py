@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_mla.selection import missing_reason
+
 from .schema import Logging
 
 _EXTRA = "pip install 'megatron-mla[train]'"
@@ -30,11 +32,11 @@ def say(text: str) -> None:
 
 
 def _optional(module: str, purpose: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        print(f"no {purpose}: {module.split('.')[0]} is not installed ({_EXTRA})", flush=True)
+    reason = missing_reason(module)
+    if reason is not None:
+        print(f"no {purpose}: {reason}; {_EXTRA}", flush=True)
         return None
+    return importlib.import_module(module)
 
 
 def peak_memory() -> int:
@@ -71,10 +73,10 @@ class Log:
                 # In a file every update is a line.
                 mininterval=0.1 if sys.stderr.isatty() else 10.0,
             )
-        if options.tensorboard and _optional("tensorboard", "TensorBoard events"):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done + 1)
+        tensorboard = "torch.utils.tensorboard"
+        if options.tensorboard and (board := _optional(tensorboard, "TensorBoard events")):
+            folder = str(self.folder / "tensorboard")
+            self._tensorboard = board.SummaryWriter(folder, purge_step=done + 1)
 
     def step(self, iteration: int, values: dict[str, float | int], *, write: bool) -> None:
         """One optimiser step. ``values``: loss, grad_norm, lr, tokens_per_s, memory_bytes, ..."""

@@ -109,6 +109,12 @@ def check_run(run: Run, world_size: int, *, on_gpu: bool) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    stages = run.model.get("pipeline_model_parallel_size", 1)
+    if stages != 1:
+        raise ValueError(
+            f"pipeline_model_parallel_size must be 1 in this recipe, got {stages}; use tensor and "
+            "context parallelism, or the layer specs in a training loop with pipeline stages"
+        )
     if world_size % (tp * cp):
         raise ValueError(
             f"the number of ranks must be a multiple of tensor_model_parallel_size * "

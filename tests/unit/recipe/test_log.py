@@ -1,9 +1,11 @@
 """Logs: one JSON line per step, the same after a restart, and a sentence for what is missing."""
 
+import importlib
 import json
 
 import pytest
 
+from megatron_mla import selection
 from megatron_mla.recipe import log
 from megatron_mla.recipe.schema import Logging
 
@@ -52,20 +54,23 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("module", ["tqdm", "tensorboard", "matplotlib"])
-def test_missing_extra_is_said_in_one_line(tmp_path, monkeypatch, capsys, module):
-    real = log.importlib.import_module
+@pytest.mark.parametrize("error", [ImportError, AttributeError])
+@pytest.mark.parametrize("module", ["tqdm", "torch.utils.tensorboard", "matplotlib"])
+def test_missing_or_broken_extra_is_said_in_one_line(tmp_path, monkeypatch, capsys, module, error):
+    real = importlib.import_module
 
     def without(name):
         if name == module:
-            raise ImportError(name)
+            raise error("half installed")
         return real(name)
 
-    monkeypatch.setattr(log.importlib, "import_module", without)
+    monkeypatch.setattr(importlib, "import_module", without)
+    selection.missing_reason.cache_clear()
     own = log.Log(Logging(log_dir=str(tmp_path)), train_iters=1, done=0, active=True)
     own.step(1, VALUES, write=True)
     own.close()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "not installed" in line]
+    selection.missing_reason.cache_clear()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "half installed" in line]
     assert len(lines) == 1
     assert module in lines[0] and "pip install 'megatron-mla[train]'" in lines[0]
     assert json.loads(own.jsonl.read_text())["loss"] == 2.5

@@ -140,3 +140,9 @@ def test_rope_fusion_can_be_declined(tmp_path):
     path.write_text(f"model: {MODEL}".replace("None", "null").replace("'", ""))
     run = flags.parse_run(["--config", str(path), "--no-rope-fusion"])
     assert make_config(run, on_gpu=False).apply_rope_fusion is False
+
+
+def test_pipeline_stages_are_refused_by_name():
+    run = schema.build_run({"model": {**MODEL, "pipeline_model_parallel_size": 2}})
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size must be 1.*got 2"):
+        check_run(run, 2, on_gpu=False)
