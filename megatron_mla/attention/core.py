@@ -158,15 +158,22 @@ def _block_parts(query: Tensor, key: Tensor, value: Tensor, blocks: list[CausalB
 
 
 def _cut(t: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
-    """``t[start:end]`` of every span.
+    """``t[start:stop]`` of every span, in order of their starts.
 
-    Spans that do not overlap are pieces of one split: its backward writes each gradient once, where
-    that of a slice fills and adds a whole tensor. Keys of context-parallel blocks overlap.
+    The tensor is split once into what overlapping spans cover together (the keys of one sequence,
+    under context parallelism), and only inside such a part sliced: the backward of a split writes
+    every gradient once, where that of a slice fills and adds all it was cut from.
     """
-    sizes, kept, end = [], [], 0
+    parts: list[list[int]] = []  # [start, stop] of each part
+    home = []
     for start, stop in spans:
-        if start < end:
-            return [t[start:stop] for start, stop in spans]
+        if parts and start < parts[-1][1]:
+            parts[-1][1] = max(parts[-1][1], stop)
+        else:
+            parts.append([start, stop])
+        home.append(len(parts) - 1)
+    sizes, kept, end = [], [], 0
+    for start, stop in parts:
         if start > end:
             sizes.append(start - end)
         kept.append(len(sizes))
@@ -174,8 +181,14 @@ def _cut(t: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
         end = stop
     if end < t.shape[0]:
         sizes.append(t.shape[0] - end)
-    parts = t.split(sizes)
-    return [parts[index] for index in kept]
+    pieces = t.split(sizes)
+    cut = []
+    for (start, stop), number in zip(spans, home, strict=True):
+        first, last = parts[number]
+        piece = pieces[kept[number]]
+        whole = (start, stop) == (first, last)
+        cut.append(piece if whole else piece[start - first : stop - first])
+    return cut
 
 
 def _assemble(pieces: list[Tensor], plan: AttentionPlan, query: Tensor, value: Tensor) -> Tensor:

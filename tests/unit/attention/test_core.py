@@ -188,6 +188,32 @@ def test_cudnn_is_what_runs_on_hopper() -> None:
     assert "cudnn" in names.lower(), names
 
 
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [(0, 20)],
+        [(0, 5), (5, 9), (12, 20)],
+        [(0, 4), (0, 16), (16, 18), (16, 20)],
+        [(2, 10), (2, 4), (3, 12), (15, 16)],
+    ],
+    ids=str,
+)
+def test_cut_is_slicing(spans) -> None:
+    t = torch.randn(20, 3, requires_grad=True)
+    cut = core_module._cut(t, spans)
+    assert len(cut) == len(spans)
+    for piece, (start, stop) in zip(cut, spans, strict=True):
+        assert torch.equal(piece, t[start:stop])
+        assert piece.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()  # no copy
+    if spans:
+        sum((i + 1) * piece.sum() for i, piece in enumerate(cut)).backward()
+        want = torch.zeros(20, 3)
+        for i, (start, stop) in enumerate(spans):
+            want[start:stop] += i + 1
+        assert torch.equal(t.grad, want)
+
+
 def test_rank_of_padding_only_gives_zeros_and_zero_gradients() -> None:
     q, k, v, grad = (t.requires_grad_() for t in inputs(8, 2, 8, 6))
     rows = rows_of_microbatch(
