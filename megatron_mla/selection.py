@@ -19,15 +19,15 @@ logger = logging.getLogger("megatron_mla")
 _said: set[str] = set()
 
 
-def say_once(key: str, message: str, *, warn: bool = False) -> None:
-    """Log (or warn) ``message`` the first time this process meets ``key``."""
+def say_once(key: str, message: str, *, warn: bool = False, level: int = logging.INFO) -> None:
+    """Log (at ``level``) or warn ``message`` the first time this process meets ``key``."""
     if key in _said:
         return
     _said.add(key)
     if warn:
         warnings.warn(message, UserWarning, stacklevel=3)
     else:
-        logger.info(message)
+        logger.log(level, message)
 
 
 def forget_said() -> None:

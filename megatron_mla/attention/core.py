@@ -10,6 +10,7 @@ which queries see which keys. Backends, best first: cuDNN (Hopper and later, bf1
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 
 import torch
@@ -108,7 +109,12 @@ class SDPACoreAttention(MegatronModule):
                 f"attention_backend='fused' must be able to run cuDNN's attention, but {reason}; "
                 "use attention_backend='auto'"
             )
-        say_once("core", f"Core attention: scaled_dot_product_attention without cuDNN: {reason}.")
+        # On a GPU it costs several times the time, so nobody should have to look for this line.
+        say_once(
+            "core",
+            f"Core attention: scaled_dot_product_attention without cuDNN: {reason}.",
+            level=logging.WARNING if query.is_cuda else logging.INFO,
+        )
         return [
             SDPBackend.FLASH_ATTENTION,
             SDPBackend.EFFICIENT_ATTENTION,

@@ -64,7 +64,7 @@ class AttentionPlan:
 _BATCHED_LENGTH = 1024
 
 
-def _make_plan(blocks: list[CausalBlock], num_local: int, device) -> AttentionPlan:
+def _make_plan(blocks: list[CausalBlock], device) -> AttentionPlan:
     classes: dict[int, list[CausalBlock]] = {}
     for block in blocks:
         length = block.q_end - block.q_start
@@ -105,6 +105,7 @@ class Rows:
         positions: [L] int32, position of every local row inside its own sequence.
         key_positions: [T] int32, the same for all rows in global order.
         cu_seqlens: [N + 1] padded cumulative lengths over all ranks; None unless packed.
+        cu_seqlens_kv: those of the keys where they are another tensor; must hold the same.
     """
 
     num_local: int
@@ -116,6 +117,7 @@ class Rows:
     cp_rank: int
     cp_size: int
     tp_chunks: int
+    cu_seqlens_kv: Tensor | None = None
     _key_order: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _blocks: list[CausalBlock] | None = field(default=None, repr=False)
     _plan: AttentionPlan | None = field(default=None, repr=False)
@@ -150,7 +152,7 @@ class Rows:
     def plan(self) -> AttentionPlan:
         """The causal blocks, the short square ones batched: many short sequences, few calls."""
         if self._plan is None:
-            self._plan = _make_plan(self.causal_blocks(), self.num_local, self.positions.device)
+            self._plan = _make_plan(self.causal_blocks(), self.positions.device)
         return self._plan
 
     def _make_blocks(self):
@@ -159,6 +161,11 @@ class Rows:
         else:
             bounds = self.cu_seqlens.tolist()
             layout.check_host_cu_seqlens(bounds, self.cp_size, self.num_global)
+            if self.cu_seqlens_kv is not None and self.cu_seqlens_kv.tolist() != bounds:
+                raise ValueError(
+                    "PackedSeqParams.cu_seqlens_kv must equal cu_seqlens_q in self-attention, got "
+                    f"{self.cu_seqlens_kv.tolist()[:8]} and {bounds[:8]}"
+                )
         for start, end in pairwise(bounds):
             length = end - start
             if length == 0:
@@ -224,30 +231,33 @@ def rows_of_microbatch(
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         layout.check_divisible(num_local * cp_size, cp_size)
         return _unpacked(num_local, cp_rank, cp_size, tp_chunks, device)
-    key = (num_local, cp_rank, cp_size, tp_chunks, device)
+    query, key = _padded_cu_seqlens(packed_seq_params)
+    # The tensors themselves, which keeps their identity from being used again, and their versions:
+    # an object that is filled anew is another micro-batch.
+    made_of = (num_local, cp_rank, cp_size, tp_chunks, device, _version(query), _version(key))
     cached = packed_seq_params.__dict__.get(_ATTRIBUTE)
-    if cached is not None and cached[0] == key:
-        return cached[1]
+    if cached is not None and cached[0] == made_of and cached[1] is query and cached[2] is key:
+        return cached[3]
     if packed_seq_params.local_cp_size not in (None, cp_size):
         raise ValueError(
             "PackedSeqParams.local_cp_size must be None or context_parallel_size = "
             f"{cp_size}, got {packed_seq_params.local_cp_size}; hybrid context parallelism is not "
             "supported with MLA"
         )
-    rows = _build(
-        num_local,
-        cp_rank,
-        cp_size,
-        tp_chunks,
-        device,
-        _padded_cu_seqlens(packed_seq_params, device),
-    )
-    packed_seq_params.__dict__[_ATTRIBUTE] = (key, rows)
+    rows = _build(num_local, cp_rank, cp_size, tp_chunks, device, query.to(device))
+    if key is not None and key is not query:
+        rows.cu_seqlens_kv = key
+    packed_seq_params.__dict__[_ATTRIBUTE] = (made_of, query, key, rows)
     return rows
 
 
-def _padded_cu_seqlens(params, device: torch.device) -> Tensor:
-    """Cumulative lengths that say where the rows of each sequence lie."""
+def _version(t: Tensor | None) -> int:
+    """Number of in-place changes of a tensor; tensors of inference mode do not count theirs."""
+    return 0 if t is None or t.is_inference() else t._version
+
+
+def _padded_cu_seqlens(params) -> tuple[Tensor, Tensor | None]:
+    """Cumulative lengths that say where the rows of each query and key sequence lie."""
     query, key = (
         padded if padded is not None else plain
         for padded, plain in (
@@ -260,9 +270,4 @@ def _padded_cu_seqlens(params, device: torch.device) -> Tensor:
             "PackedSeqParams.cu_seqlens_q must be given with qkv_format='thd', got None; pass the "
             "cumulative lengths over all context-parallel ranks"
         )
-    if key is not None and key is not query and key.shape != query.shape:
-        raise ValueError(
-            "PackedSeqParams.cu_seqlens_kv must equal cu_seqlens_q in self-attention, got "
-            f"{key.numel() - 1} key and {query.numel() - 1} query sequences"
-        )
-    return query.to(device)
+    return query, key

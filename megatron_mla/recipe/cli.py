@@ -34,3 +34,8 @@ def _quiet_libraries() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     # That there is no CUDA, which the run says in its own words.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Our own choices, of the core attention for one, are worth a line each.
+    ours = logging.getLogger("megatron_mla")
+    ours.setLevel(logging.INFO if rank_0 else logging.ERROR)
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler(sys.stdout))

@@ -143,20 +143,9 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool):
 
 def packed_seq_params(device):
     """PackedSeqParams of LENGTHS with real lengths a little shorter than the padded ones."""
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from tests.helpers.layers import packed
 
-    padded = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    real = torch.tensor([0, *torch.tensor([max(n - 3, 0) for n in LENGTHS]).cumsum(0).tolist()])
-    padded, real = padded.to(device), real.to(torch.int32).to(device)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=max(LENGTHS),
-        max_seqlen_kv=max(LENGTHS),
-    )
+    return packed([max(n - 3, 0) for n in LENGTHS], padded=list(LENGTHS), device=device)
 
 
 def problem_size(case: Case) -> tuple[int, int]:

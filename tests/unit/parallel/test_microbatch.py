@@ -78,6 +78,16 @@ def test_packed_rows_are_built_once_per_micro_batch() -> None:
     assert rows_of(8, params=packed([2, 6], device=CPU)) is not rows
 
 
+def test_params_that_are_filled_anew_are_another_micro_batch() -> None:
+    params = packed([4, 4], device=CPU)
+    assert rows_of(8, params=params).causal_blocks()[0].q_end == 4
+    params.cu_seqlens_q.copy_(torch.tensor([0, 2, 8]))  # one tensor for queries and keys
+    assert rows_of(8, params=params).causal_blocks()[0].q_end == 2
+    params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 6, 8])
+    assert rows_of(8, params=params).causal_blocks()[0].q_end == 6
+    assert rows_of(8, params=params).positions.tolist() == [*range(6), 0, 1]
+
+
 def test_padded_lengths_say_where_rows_lie() -> None:
     rows = rows_of(12, params=packed([3, 5], padded=[4, 8], device=CPU))
     assert rows.positions.tolist() == [*range(4), *range(8)]
@@ -94,10 +104,11 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         rows_of(6, 0, 2, params=packed([5, 7], device=CPU)).causal_blocks()
     with pytest.raises(ValueError, match="cu_seqlens"):
         rows_of(8, params=packed([4, 8], device=CPU)).causal_blocks()
-    params = packed([4, 4], device=CPU)
-    params.cu_seqlens_kv = torch.tensor([0, 8])
-    with pytest.raises(ValueError, match="cu_seqlens_kv"):
-        rows_of(8, params=params)
+    for other in ([0, 8], [0, 2, 8]):
+        params = packed([4, 4], device=CPU)
+        params.cu_seqlens_kv = torch.tensor(other)
+        with pytest.raises(ValueError, match="cu_seqlens_kv"):
+            rows_of(8, params=params).causal_blocks()
     params = packed([4, 4], device=CPU)
     params.cu_seqlens_q = params.cu_seqlens_kv = None
     with pytest.raises(ValueError, match="cu_seqlens_q"):
