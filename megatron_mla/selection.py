@@ -94,8 +94,7 @@ def should_use_fused_mla_rope(config) -> bool:
     if reason is not None:
         say_once(
             "rope-kernels",
-            f"Falling back to the unfused path for RoPE: {reason}. The results are the same bits. "
-            "--no-rope-fusion silences this.",
+            f"Falling back to the unfused path for RoPE: {reason}. --no-rope-fusion silences this.",
             warn=True,
         )
         return False
