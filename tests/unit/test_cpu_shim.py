@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_mla.cpu_shim import install_cpu_shim
+from tests.helpers.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the shim does nothing where CUDA is available"
@@ -125,28 +126,29 @@ def test_recompute_replays_dropout(tracker, kind):
         assert torch.equal(got, expected)
 
 
+COLLECTIVES = """
+import torch, torch.distributed as dist
+from megatron_mla.cpu_shim import install_cpu_shim
+
+install_cpu_shim()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.full((3,), 2.0 + 4 * rank)
+dist.all_reduce(x, op=dist.ReduceOp.AVG)
+assert x.tolist() == [4.0] * 3, x
+send, receive = torch.tensor([1, 2]), torch.tensor([rank + 1, rank + 1])
+got = torch.empty(2 * rank + 2)
+dist.all_to_all_single(got, torch.arange(3.0) + 10 * rank, receive, send)
+assert got.tolist() == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]][rank], got
+print(f"rank {rank} ok", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 def test_collectives_that_gloo_lacks(tmp_path):
     """An average, and an all-to-all whose sizes are tensors, as the MoE dispatcher calls it."""
-    import torch.distributed as dist
-
-    # A group of this test's own would be the default group of the process, so it gets a process.
-    code = (
-        "import sys, torch, torch.distributed as dist;"
-        "from megatron_mla.cpu_shim import install_cpu_shim; install_cpu_shim();"
-        "rank = int(sys.argv[1]);"
-        "dist.init_process_group('gloo', init_method='file://' + sys.argv[2], rank=rank,"
-        " world_size=2);"
-        "x = torch.full((3,), 2.0 + 4 * rank);"
-        "dist.all_reduce(x, op=dist.ReduceOp.AVG);"
-        "assert x.tolist() == [4.0] * 3, x;"
-        "send, receive = torch.tensor([1, 2]), torch.tensor([rank + 1, rank + 1]);"
-        "got = torch.empty(2 * rank + 2);"
-        "dist.all_to_all_single(got, torch.arange(3.0) + 10 * rank, receive, send);"
-        "assert got.tolist() == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]][rank], got"
-    )
-    assert dist.is_gloo_available()
-    store = tmp_path / "store"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(store)]) for rank in (0, 1)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    program = tmp_path / "collectives.py"
+    program.write_text(COLLECTIVES)
+    output = run_ranks(program, 2, timeout=120)
+    assert "rank 0 ok" in output and "rank 1 ok" in output
