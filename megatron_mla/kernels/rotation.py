@@ -1,0 +1,124 @@
+"""What the rotating kernels share: the pair arithmetic, loads and stores of both orders, tiles.
+
+Equations: kernels/README.md (1) to (3). Legend: T token tile, H head tile, R half of the rotated
+channels padded to a power of two.
+
+Launch every kernel with ``enable_fp_fusion=False`` (:data:`EXACT`): a product contracted into a
+fused multiply-add loses the rounding that the eager path does, and casting to the dtype and back
+does not keep the compiler from contracting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+EXACT = {"enable_fp_fusion": False}
+
+# Elements of one tile on a GPU: eight 16-byte loads of a 4-warp program in bf16. The interpreter
+# runs a tile as one NumPy operation, so there the largest is the fastest.
+_GPU_TILE = 4096
+_CPU_TILE = 1 << 18
+
+
+def tile_of(num_tokens: int, num_heads: int, width: int, device: torch.device) -> tuple[int, int]:
+    """Tokens and heads of one program: powers of two. No choice changes a bit of any result.
+
+    Args:
+        width: channels that a program handles per head.
+    """
+    budget = _GPU_TILE if device.type == "cuda" else _CPU_TILE
+    rows = max(1, budget // triton.next_power_of_2(width))
+    heads = min(triton.next_power_of_2(num_heads), rows)
+    return min(triton.next_power_of_2(num_tokens), rows // heads), heads
+
+
+def on_device_of(t: Tensor):
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+@triton.jit
+def load_angle(cos, sin, positions, row, live, table_stride, table_rows, HALF, R: tl.constexpr):
+    """cos and sin of every token, [T, 1, R]. A position outside the table reads its nearest row."""
+    position = tl.load(positions + row, mask=live, other=0).to(tl.int64)  # [T]
+    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+    channel = tl.arange(0, R)[None, None, :]
+    offset = (position * table_stride)[:, None, None] + channel  # [T, 1, R]
+    mask = live[:, None, None] & (channel < HALF)
+    return tl.load(cos + offset, mask=mask, other=0.0), tl.load(sin + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_two(base, offset, mask, stride, HALF: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr):
+    """The two channels of every rotation, [T, H, R] each.
+
+    Args:
+        offset, mask: [T, H], where a head's rotated channels begin.
+        PAIRS: channels lie as (0, 1), (2, 3), ...; else as two halves.
+    """
+    mask = mask[:, :, None]
+    offset = offset[:, :, None]
+    if PAIRS:
+        # One contiguous load, parted in registers: strided loads of two bytes are slower.
+        channel = tl.arange(0, 2 * R)[None, None, :]
+        x = tl.load(base + offset + channel * stride, mask=mask & (channel < 2 * HALF), other=0.0)
+        return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], R, 2]))
+    channel = tl.arange(0, R)[None, None, :]
+    mask = mask & (channel < HALF)
+    left = tl.load(base + offset + channel * stride, mask=mask, other=0.0)
+    right = tl.load(base + offset + (channel + HALF) * stride, mask=mask, other=0.0)
+    return left, right
+
+
+@triton.jit
+def store_two(
+    base, offset, mask, left, right, HALF: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Inverse of :func:`load_two` with unit stride."""
+    mask = mask[:, :, None]
+    offset = offset[:, :, None]
+    if PAIRS:
+        channel = tl.arange(0, 2 * R)[None, None, :]
+        x = tl.reshape(tl.join(left, right), [left.shape[0], left.shape[1], 2 * R])
+        tl.store(base + offset + channel, x, mask=mask & (channel < 2 * HALF))
+    else:
+        channel = tl.arange(0, R)[None, None, :]
+        mask = mask & (channel < HALF)
+        tl.store(base + offset + channel, left, mask=mask)
+        tl.store(base + offset + channel + HALF, right, mask=mask)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """``x`` with the precision of ``dtype`` and the type of before."""
+    return x.to(dtype).to(x.dtype)
+
+
+@triton.jit
+def turn(
+    x1, x2, c, s, dtype: tl.constexpr, ROUND: tl.constexpr, INVERSE: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Rotate (x1, x2) by the angle and round to ``dtype``: equations (1) and (2).
+
+    Args:
+        ROUND: tables are in ``dtype`` ("megatron" numerics): every product is rounded too.
+        INVERSE: rotate back.
+        BACKWARD: as autograd's accumulation does, turn -0 into +0.
+    """
+    wide = tl.float64 if dtype == tl.float64 else tl.float32
+    x1, x2, c, s = x1.to(wide), x2.to(wide), c.to(wide), s.to(wide)
+    if INVERSE:
+        s = -s
+    a, b, d, e = x1 * c, x2 * s, x2 * c, x1 * s
+    if ROUND:
+        a, b, d, e = round_to(a, dtype), round_to(b, dtype), round_to(d, dtype), round_to(e, dtype)
+    left, right = round_to(a - b, dtype), round_to(d + e, dtype)
+    if BACKWARD:
+        left, right = left + 0.0, right + 0.0
+    return left.to(dtype), right.to(dtype)
