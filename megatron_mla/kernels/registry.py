@@ -1,4 +1,4 @@
-"""Operators of ``torch.library``: opaque to ``torch.compile``, so launch options stay as they are."""
+"""Operators of ``torch.library``; opaque to ``torch.compile``, which keeps their launch options."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rotary embedding of one end of every head, in Triton. Twin: rope_ref.py.
 
-Equations: kernels/README.md (1) to (3). Legend: T tokens of this rank, S rows and B batch (T = S * B,
-B = 1 when packed), H heads of this rank, N unrotated and d rotated channels, h = d / 2, P rows of
-the rope table.
+Equations: kernels/README.md (1) to (3). Legend: T tokens of this rank, S rows and B batch
+(T = S * B, B = 1 when packed), H heads of this rank, N unrotated and d rotated channels, h = d / 2,
+P rows of the rope table.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def turn_ref(
     inverse: bool = False,
     backward: bool = False,
 ) -> Tensor:
-    """Rotate all channels of ``t`` by tables with a row for each of its rows; no autograd of its own.
+    """Rotate all channels of ``t`` by tables with a row for each of its rows.
 
     Args:
         t: [S, ..., d].

@@ -42,6 +42,32 @@ def on_device_of(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
 
+def widths_of(n: int, v: int, rotated: int) -> dict[str, int]:
+    """Widths of a head ``[N | V]`` with ``rotated`` channels and the powers of two they fit in."""
+    half = rotated // 2
+    return {
+        "N": n,
+        "V": v,
+        "HALF": half,
+        "BLOCK_N": triton.next_power_of_2(max(n, 1)),
+        "BLOCK_V": triton.next_power_of_2(max(v, 1)),
+        "R": triton.next_power_of_2(half),
+    }
+
+
+def with_batch(t: Tensor) -> Tensor:
+    """[S, B, H, ...] of packed rows too."""
+    return t.unsqueeze(1) if t.dim() == 3 else t
+
+
+@triton.jit
+def copy(source, target, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy WIDTH channels from pointers [T, H] to pointers [T, H]."""
+    channel = tl.arange(0, BLOCK)[None, None, :]
+    mask = mask[:, :, None] & (channel < WIDTH)
+    tl.store(target[:, :, None] + channel, tl.load(source[:, :, None] + channel, mask), mask)
+
+
 @triton.jit
 def load_angle(cos, sin, positions, row, live, table_stride, table_rows, HALF, R: tl.constexpr):
     """cos and sin of every token, [T, 1, R]. A position outside the table reads its nearest row."""
