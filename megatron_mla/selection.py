@@ -10,11 +10,15 @@ import functools
 import importlib
 import logging
 import os
+import re
 import warnings
 
 import torch
 
 logger = logging.getLogger("megatron_mla")
+
+MIN_TRITON = (3, 6)
+"""The oldest Triton that the kernels were tried with."""
 
 _said: set[str] = set()
 
@@ -63,10 +67,12 @@ def kernels_missing_reason() -> str | None:
         return reason
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "there is no CUDA device and TRITON_INTERPRET=1 is not set"
-    reason = missing_reason("megatron_mla.kernels.rope")
-    if reason is not None:
-        return "this version of megatron_mla has no fused RoPE kernels"
-    return None
+    import triton
+
+    if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < MIN_TRITON:
+        wanted = ".".join(map(str, MIN_TRITON))
+        return f"Triton {triton.__version__} is older than {wanted}"
+    return missing_reason("megatron_mla.kernels.rope")
 
 
 def should_use_fused_mla_rope(config) -> bool:

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_mla.attention.projections import mark_latent_norm
+from megatron_mla.attention.rotary import make_rotary
 from megatron_mla.attention.state_names import register_reader
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.parallel.collectives import (
@@ -31,7 +32,6 @@ from megatron_mla.parallel.groups import ParallelGroups
 from megatron_mla.parallel.microbatch import Rows, rows_of_microbatch
 from megatron_mla.rope.frequencies import RopeParams, softmax_scale
 from megatron_mla.rope.tables import shared_tables
-from megatron_mla.selection import should_use_fused_mla_rope
 
 # Arguments of Megatron-Core's attention that mean nothing here, and what to do instead.
 _MEANINGLESS = {
@@ -101,11 +101,11 @@ class LatentAttention(MegatronModule):
         self._check_groups()
         self.num_heads = config.num_attention_heads // self.groups.tp_size
         self.sequence_parallel = config.latent_sequence_parallel
-        self.use_fused_rope = should_use_fused_mla_rope(config)
 
         params = RopeParams.from_config(config)
         self.rope_tables = shared_tables(params, config.mla_rope_numerics)
         self.has_rope = config.layer_has_rope(layer_number)
+        self.rotary = make_rotary(config, self.has_rope)
         self.softmax_scale = config.softmax_scale or softmax_scale(params, config.qk_width)
 
         selective = config.recompute_granularity == "selective"

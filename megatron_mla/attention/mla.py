@@ -9,14 +9,12 @@ channels; keys are rows that keys are made of (L, or those of all ranks). Heads 
 
 from __future__ import annotations
 
-import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_mla.attention.latent import LatentAttention
 from megatron_mla.parallel.collectives import permute_rows
 from megatron_mla.parallel.microbatch import Rows
-from megatron_mla.rope.eager import rope_kv_split, rope_q
 
 
 class MLASelfAttention(LatentAttention):
@@ -89,32 +87,25 @@ class MLASelfAttention(LatentAttention):
         self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Up projections and RoPE: query [L, (B,) H, N + d], key and value [keys, (B,) H, ...]."""
-        config = self.config
-        up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         query, _ = up(q_latent)
         kv, _ = self.linear_kv_up_proj(kv_latent)
-        query = query.unflatten(-1, (self.num_heads, config.qk_width))  # [L, B, H, N + d]
         kv = kv.unflatten(-1, (self.num_heads, sum(self.kv_head_split)))  # [keys, B, H, N + V]
         k_pe = k_pe.unsqueeze(-2)  # [keys, B, 1, d]
         if self._gathers(rows) and self.sequence_parallel:
             # The up projection gathered over tp what was gathered over cp; only now is every row
             # here to be put into global order.
             kv, k_pe = (permute_rows(t, *rows.key_order()) for t in (kv, k_pe))
-        if rows.packed:
-            query, kv, k_pe = query.squeeze(1), kv.squeeze(1), k_pe.squeeze(1)
-        if not self.has_rope:
-            k_nope, value = kv.split(self.kv_head_split, dim=-1)
-            shared = k_pe.expand(*k_nope.shape[:-1], k_pe.shape[-1])
-            return query, torch.cat((k_nope, shared), dim=-1), value
-        cos, sin = self.rope_tables.get(rows.num_global, query.dtype, query.device)
-        numerics = config.mla_rope_numerics
+        cos, sin = None, None
+        if self.has_rope:
+            cos, sin = self.rope_tables.get(rows.num_global, query.dtype, query.device)
         key_positions = rows.key_positions if self._gathers(rows) else rows.positions
-        query = rope_q(
-            query, cos, sin, rows.positions, nope_dim=config.qk_head_dim, numerics=numerics
+        query = self.rotary.query(query, self.num_heads, cos, sin, rows.positions)
+        key, value = self.rotary.key_value(
+            kv, k_pe, cos, sin, key_positions, pack_value=not self.gathers_keys
         )
-        key, value = rope_kv_split(
-            kv, k_pe, cos, sin, key_positions, k_dim=config.qk_head_dim, numerics=numerics
-        )
+        if rows.packed:
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         return query, key, value
 
     def _attend(

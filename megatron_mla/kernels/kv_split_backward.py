@@ -15,7 +15,15 @@ from torch import Tensor
 from megatron_mla.kernels import rotation
 from megatron_mla.kernels.kv_split_ref import SUM_LANES
 from megatron_mla.kernels.registry import register
-from megatron_mla.kernels.rotation import copy, load_angle, load_two, store_two, turn, widths_of
+from megatron_mla.kernels.rotation import (
+    copy,
+    load_angle,
+    load_two,
+    round_to,
+    store_two,
+    turn,
+    widths_of,
+)
 
 
 @triton.jit
@@ -41,9 +49,9 @@ def _kv_split_backward_kernel(
     value_strides,
     table_stride,
     num_tokens,
-    num_heads,
     batch,
     table_rows,
+    H: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
     HALF: tl.constexpr,
@@ -67,12 +75,12 @@ def _kv_split_backward_kernel(
     left = tl.zeros([BLOCK_T, LANES, R], wide)
     right = tl.zeros([BLOCK_T, LANES, R], wide)
     # One program holds all heads of its tokens: running sum j takes heads j, j + LANES, ...
-    for first in range(0, num_heads, LANES):
+    for first in range(0, H, LANES):
         head = (first + tl.arange(0, LANES)).to(tl.int64)[None, :]
-        mask = live[:, None] & (head < num_heads)  # [T, LANES]
+        mask = live[:, None] & (head < H)  # [T, LANES]
         offset = s * key_strides[0] + b * key_strides[1] + head * key_strides[2]
         x1, x2 = load_two(grad_key, offset + N, mask, 1, HALF, R, PAIRS_OUT)
-        target = grad_kv + (token.to(tl.int64)[:, None] * num_heads + head) * (N + V)
+        target = grad_kv + (token.to(tl.int64)[:, None] * H + head) * (N + V)
         if N > 0:
             copy(grad_key + offset, target, mask, N, BLOCK_N)
         if HAS_V:
@@ -85,8 +93,8 @@ def _kv_split_backward_kernel(
         left += x1.to(wide)
         right += x2.to(wide)
 
-    x1 = _sum_lanes(left, BLOCK_T, LANES, LEVELS, R).to(dtype)
-    x2 = _sum_lanes(right, BLOCK_T, LANES, LEVELS, R).to(dtype)
+    x1 = round_to(_sum_lanes(left, BLOCK_T, LANES, LEVELS, R), dtype)
+    x2 = round_to(_sum_lanes(right, BLOCK_T, LANES, LEVELS, R), dtype)
     c, sn = load_angle(cos, sin, positions, row, live, table_stride, table_rows, HALF, R)
     y1, y2 = turn(x1, x2, c, sn, dtype, ROUND, True, True)
     target = token.to(tl.int64)[:, None] * (2 * HALF)
@@ -132,9 +140,9 @@ def launch_kv_split_backward(
             grad_value.stride(),
             cos.stride(0),
             tokens,
-            heads,
             batch,
             cos.shape[0],
+            H=heads,
             **widths_of(k_dim, values, width - k_dim),
             PAIRS_OUT=pairs_out,
             ROUND=cos.dtype == grad_key.dtype,

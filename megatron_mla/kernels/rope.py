@@ -268,6 +268,14 @@ class _RopeInPlace(torch.autograd.Function):
         return grad.view(shape), *(None,) * 10
 
 
+def _may_change(t: Tensor) -> bool:
+    """Whether autograd lets a tensor that requires grad be changed in place."""
+    if t.is_leaf:
+        return False
+    meta = torch._C._autograd
+    return not t._is_view() or meta._get_creation_meta(t) == meta.CreationMeta.DEFAULT
+
+
 def rope(
     t: Tensor,
     cos: Tensor,
@@ -327,15 +335,16 @@ def rope_(
     """:func:`rope` in the storage of ``t``; only the rotated channels are read and written.
 
     Autograd is told (the tensor is marked dirty), so a graph that saved ``t`` for its backward
-    raises instead of using changed data. A leaf that requires grad may not change under autograd
-    and is rotated into a new tensor, as is everything under ``torch.compile``.
+    raises instead of using changed data. Where autograd forbids in-place changes, a leaf that
+    requires grad or a view made inside another function, and under ``torch.compile`` the result
+    is a new tensor.
 
     Args:
         t: [S, (B,) H, N + d], or flat [S, (B,) H * (N + d)] with ``num_heads``. Overwritten. Flat
             is the better form for the output of a linear: in-place changes of views cost autograd
             copies of their gradient.
     Returns:
-        ``t``.
+        ``t``, or the new tensor.
     """
     shape = t.shape
     heads = t.shape if num_heads is None else (*t.shape[:-1], num_heads, t.shape[-1] // num_heads)
@@ -344,7 +353,7 @@ def rope_(
     pairs_out = interleaved and remove_interleaving
     arguments = (nope_dim, rope_first, interleaved, pairs_out, inverse, False)
     tracked = torch.is_grad_enabled() and t.requires_grad
-    if torch.compiler.is_compiling() or (tracked and t.is_leaf):
+    if torch.compiler.is_compiling() or (tracked and not _may_change(t)):
         out = torch.ops.megatron_mla.rope(view, cos, sin, positions, *arguments)
         return out.view(shape)
     if tracked:

@@ -119,9 +119,17 @@ def store_two(
         tl.store(base + offset + channel + HALF, right, mask=mask)
 
 
+# The interpreter cuts fp32 to bf16 where a GPU rounds to nearest even (seen in Triton 3.6 to 3.8).
+_CUTS_BF16 = tl.constexpr(triton.knobs.runtime.interpret)
+
+
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """``x`` with the precision of ``dtype`` and the type of before."""
+    """``x`` with the precision of ``dtype`` and the type of before; conversion is then exact."""
+    if _CUTS_BF16 and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype).to(x.dtype)
 
 

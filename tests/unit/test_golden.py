@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mla.kernels.kv_split_ref import rope_kv_split_ref
+from megatron_mla.kernels.rope_ref import rope_ref
 from megatron_mla.parallel.layout import rows_of_rank, sbhd_positions, thd_positions
-from megatron_mla.rope.eager import rope_kv_split, rope_q, rotate_leading
 from megatron_mla.rope.frequencies import RopeParams, concentration, inv_freq, softmax_scale
 from megatron_mla.rope.tables import RopeTables, half_width
 from tests.helpers import golden
@@ -51,6 +52,20 @@ def test_sparse_and_absorbed_layers(case):
 
 
 # --- rope ---
+
+
+def run_eager() -> tuple:
+    return rope_ref, rope_kv_split_ref
+
+
+def run_fused() -> tuple:
+    from megatron_mla.kernels.kv_split import rope_kv_split
+    from megatron_mla.kernels.rope import rope
+
+    return rope, rope_kv_split
+
+
+both_paths = pytest.mark.parametrize("path", [run_eager, run_fused])
 
 
 def rope_params(case: golden.Case) -> RopeParams:
@@ -126,14 +141,17 @@ def test_tables_match_megatron(case, device):
 @cases("rope")
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("tables", [own_tables, file_tables])
-def test_rotation_matches_megatron_on_every_rank(case, layout, tables, device):
+@both_paths
+def test_rotation_matches_megatron_on_every_rank(case, layout, tables, path, device):
+    rope, _ = path()
     cos, sin = tables(case, device)
     expected = case[layout]
     for rank in case["ranks"]:
         rows = torch.as_tensor(rank["tokens"]).long()
         t = case["t"][rows].to(device).requires_grad_()
         positions = positions_of(case, rank).to(device)
-        output = rotate_leading(t, cos, sin, positions, interleaved=layout == "interleaved")
+        how = {"rope_first": True, "interleaved": layout == "interleaved"}
+        output = rope(t, cos, sin, positions, nope_dim=t.shape[-1] - 2 * cos.shape[-1], **how)
         output.backward(case["grad_output"][rows].to(device))
         where = f"cp rank {rank['cp_rank']} of {rank['cp_size']}"
         assert_same_numbers(f"output, {where}", output, expected["output"][rows])
@@ -142,7 +160,9 @@ def test_rotation_matches_megatron_on_every_rank(case, layout, tables, device):
 
 @cases("rope_qkv")
 @pytest.mark.parametrize("tables", [own_tables, file_tables])
-def test_query_key_value_match_megatron_on_every_rank(case, tables, device):
+@both_paths
+def test_query_key_value_match_megatron_on_every_rank(case, tables, path, device):
+    rope, kv_split = path()
     cos, sin = tables(case, device)
     nope = case["qk_head_dim"]
     for rank in case["ranks"]:
@@ -151,8 +171,8 @@ def test_query_key_value_match_megatron_on_every_rank(case, tables, device):
             case[name][rows].to(device).requires_grad_() for name in ("q", "kv", "k_pos_emb")
         )
         positions = positions_of(case, rank).to(device)
-        query = rope_q(q, cos, sin, positions, nope_dim=nope, numerics="megatron")
-        key, value = rope_kv_split(kv, k_pe, cos, sin, positions, k_dim=nope, numerics="megatron")
+        query = rope(q, cos, sin, positions, nope_dim=nope)
+        key, value = kv_split(kv, k_pe, cos, sin, positions, k_dim=nope)
         outputs = {"query": query, "key": key, "value": value}
         torch.autograd.backward(
             list(outputs.values()), [case[f"grad_{n}"][rows].to(device) for n in outputs]

@@ -140,9 +140,9 @@ def test_the_package_was_found():
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        pytest.param("rope/eager", "import megatron_mla.attention.mla", "rope must not", id="up"),
-        pytest.param("rope/eager", "from ..attention import mla", "rope must not", id="relative"),
-        pytest.param("rope/eager", "from .. import attention", "rope must not", id="relative-room"),
+        pytest.param("rope/tables", "import megatron_mla.attention.mla", "rope must not", id="up"),
+        pytest.param("rope/tables", "from ..attention import mla", "rope must not", id="relative"),
+        pytest.param("rope/tables", "from .. import attention", "rope must", id="relative-room"),
         pytest.param(
             "selection",
             "def f():\n    from megatron_mla.specs import g",
@@ -151,11 +151,11 @@ def test_the_package_was_found():
         ),
         pytest.param("parallel/layout", "import megatron_mla.config", "parallel must", id="leaf"),
         pytest.param(
-            "kernels/rope_q", "import megatron_mla.rope.eager", "kernels must", id="kernel"
+            "kernels/rope_q", "import megatron_mla.rope.tables", "kernels must", id="kernel"
         ),
         pytest.param("specs", "import megatron_mla.cpu_shim", "specs must not", id="shim"),
         pytest.param("specs", "from megatron_mla import f", "name the room", id="root"),
-        pytest.param("rope/eager", "import triton.language as tl", "triton is for", id="triton"),
+        pytest.param("rope/tables", "import triton.language as tl", "triton is for", id="triton"),
         pytest.param("config", "import yaml", "yaml is for recipe", id="yaml"),
         pytest.param("config", "import numpy", "numpy is for recipe", id="numpy"),
         pytest.param(

@@ -1,11 +1,12 @@
-"""The eager rotation: bits of Megatron-Core's unfused path, and its own algebra."""
+"""The twins, which are the eager path too: bits of Megatron-Core's unfused path, their algebra."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_mla.rope.eager import rope_kv_split, rope_q, rotate, rotate_leading
+from megatron_mla.kernels.kv_split_ref import rope_kv_split_ref
+from megatron_mla.kernels.rope_ref import rope_ref
 from megatron_mla.rope.frequencies import RopeParams
 from megatron_mla.rope.tables import RopeTables
 from tests.helpers.close import assert_close
@@ -16,6 +17,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def table(dtype, numerics="megatron", params=PARAMS, length=64):
     return RopeTables(params, numerics).get(length, dtype, "cpu")
+
+
+def rotate(t, cos, sin, positions, **how):
+    return rope_ref(t, cos, sin, positions, nope_dim=0, **how)
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -47,7 +52,7 @@ def test_bits_are_megatron_cores_forward_and_backward(dtype, interleaved) -> Non
 def test_fp32_numerics_round_once(dtype) -> None:
     t = random(33, 3, 8, dtype=dtype)
     positions = torch.arange(33, dtype=torch.int32)
-    got = rotate(t, *table(dtype, "fp32"), positions, numerics="fp32")
+    got = rotate(t, *table(dtype, "fp32"), positions)
     want = rotate(t.float(), *table(torch.float32), positions)
     assert torch.equal(got, want.to(dtype))
     assert not torch.equal(got, rotate(t, *table(dtype), positions))  # the modes do differ
@@ -59,12 +64,11 @@ def test_inverse_undoes_and_backward_is_the_inverse(numerics) -> None:
     cos, sin = table(torch.float32, numerics)
     positions = torch.arange(20).flip(0)
     scale = cos[0, 0] ** 2  # concentration, twice
-    kwargs = {"numerics": numerics}
-    turned = rotate(t.requires_grad_(), cos, sin, positions, remove_interleaving=True, **kwargs)
-    back = rotate(turned, cos, sin, positions, inverse=True, remove_interleaving=True, **kwargs)
+    turned = rotate(t.requires_grad_(), cos, sin, positions, remove_interleaving=True)
+    back = rotate(turned, cos, sin, positions, inverse=True, remove_interleaving=True)
     assert_close("there and back", back.detach() / scale, t.detach())
     (got,) = torch.autograd.grad(turned, t, grad)
-    want = rotate(grad, cos, sin, positions, inverse=True, remove_interleaving=True, **kwargs)
+    want = rotate(grad, cos, sin, positions, inverse=True, remove_interleaving=True)
     assert torch.equal(got, want + 0.0)
 
 
@@ -108,10 +112,10 @@ def test_query_and_key_assembly_leaves_other_channels_alone() -> None:
     cos, sin = table(torch.float32)
     positions = torch.arange(9, dtype=torch.int32)
     q, kv, k_pe = random(9, 2, 3, 14), random(9, 2, 3, 11, seed=1), random(9, 2, 1, 8, seed=2)
-    query = rope_q(q, cos, sin, positions, nope_dim=6, numerics="megatron")
+    query = rope_ref(q, cos, sin, positions, nope_dim=6)
     assert torch.equal(query[..., :6], q[..., :6])
     assert torch.equal(query[..., 6:], rotate(q[..., 6:], cos, sin, positions))
-    key, value = rope_kv_split(kv, k_pe, cos, sin, positions, k_dim=6, numerics="megatron")
+    key, value = rope_kv_split_ref(kv, k_pe, cos, sin, positions, k_dim=6)
     assert torch.equal(key[..., :6], kv[..., :6])
     for head in range(3):
         assert torch.equal(key[..., head, 6:], rotate(k_pe, cos, sin, positions)[..., 0, :])
@@ -122,7 +126,7 @@ def test_query_and_key_assembly_leaves_other_channels_alone() -> None:
 def test_partial_rotation_passes_the_rest_through() -> None:
     t = random(9, 3, 8)
     cos, sin = table(torch.float32, params=RopeParams(dim=4))
-    got = rotate_leading(t, cos, sin, torch.arange(9))
+    got = rotate(t, cos, sin, torch.arange(9), partial=True)
     assert torch.equal(got[..., 4:], t[..., 4:])
     assert torch.equal(got[..., :4], rotate(t[..., :4], cos, sin, torch.arange(9)))
 
@@ -133,5 +137,5 @@ def test_wrong_table_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="cos and sin must be .* 64"):
         rotate(t, cos, sin, torch.arange(4))
     t = random(4, 8, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="bfloat16"):
-        rotate(t, cos, sin, torch.arange(4))
+    with pytest.raises(ValueError, match="cos must be torch.bfloat16 .* or float32"):
+        rotate(t, *table(torch.float16), torch.arange(4))
