@@ -11,6 +11,11 @@ import torch.distributed as dist
 
 from tests.helpers.launch import under_torchrun
 
+# Kernels run on a CPU in Triton's interpreter, here and in the ranks that tests start. Triton reads
+# this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The same examples in every run: a red test is red again when it is run again.
 hypothesis.settings.register_profile(
     "deterministic", derandomize=True, deadline=None, print_blob=True

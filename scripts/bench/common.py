@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import datetime
+import functools
+import itertools
+import math
 import os
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
     "op case direction impl median_us tbps tflops share peak_mib kernels "
     "gpu torch triton commit date"
 ).split()
+# About 0.3 ms: longer than the host takes to launch what is timed.
+LEAD_CYCLES = 500_000
 
 
 def machine() -> dict[str, str]:
@@ -39,20 +47,37 @@ def machine() -> dict[str, str]:
     }
 
 
-def times_us(calls: dict[str, callable], *, rounds: int = 5, repeats: int = 20) -> dict[str, float]:
-    """Median microseconds of each call, the calls taking turns, so that all see the same clocks."""
-    for call in calls.values():
-        for _ in range(3):
+def times_us(
+    calls: dict[str, Callable | list[Callable]],
+    *,
+    rounds: int = 5,
+    repeats: int = 20,
+    lead_cycles: int = 0,
+) -> dict[str, float]:
+    """Median microseconds of each call, the calls taking turns, so that all see the same clocks.
+
+    Args:
+        calls: by name; a list is gone through in rotation and its latest answers are held, so that
+            neither inputs nor outputs are found in the L2 by the next call.
+        lead_cycles: GPU clock cycles of idling before every timed call. The launch of a short
+            kernel takes the host longer than the kernel takes; meanwhile it gets queued.
+    """
+    turns = {name: call if isinstance(call, list) else [call] for name, call in calls.items()}
+    for turn in turns.values():
+        for call in itertools.islice(itertools.cycle(turn), 3):
             call()
     torch.cuda.synchronize()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name, turn in turns.items():
             events = []
-            for _ in range(repeats):
+            held = collections.deque(maxlen=len(turn) if len(turn) > 1 else 0)
+            for call in itertools.islice(itertools.cycle(turn), repeats):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if lead_cycles:
+                    torch.cuda._sleep(lead_cycles)
                 start.record()
-                call()
+                held.append(call())
                 end.record()
                 events.append((start, end))
             torch.cuda.synchronize()
@@ -88,6 +113,70 @@ def count_kernels(call) -> int:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
+
+
+def measure(calls: dict[str, list[Callable]], quick: bool) -> dict[str, dict]:
+    """Median microseconds, peak MiB and kernels of every implementation's calls."""
+    rounds, repeats = (2, 10) if quick else (5, 20)
+    medians = times_us(calls, rounds=rounds, repeats=repeats, lead_cycles=LEAD_CYCLES)
+    return {
+        name: {
+            "median_us": medians[name],
+            "peak_mib": f"{peak_mib(turn[0]):.0f}",
+            "kernels": count_kernels(turn[0]),
+        }
+        for name, turn in calls.items()
+    }
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """``torch.compile`` for fixed shapes, with a backward that can be called many times."""
+    import torch._functorch.config
+
+    # A backward that gave its buffers away refuses to keep the graph.
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
+
+
+def as_tuple(answer: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (answer,) if isinstance(answer, Tensor) else tuple(answer)
+
+
+def timed_call(direction: str, run: Callable, inputs, seed: int) -> Callable:
+    """What is timed: a forward, or a backward alone on a graph that is made here and kept.
+
+    Args:
+        run: from ``inputs`` to answers; ``inputs.leaves`` get the gradients.
+        seed: of the incoming gradients.
+    """
+    if direction == "forward":
+        return torch.no_grad()(lambda: run(inputs))
+    outputs = as_tuple(run(inputs))
+    device = outputs[0].device
+    generator = torch.Generator(device).manual_seed(1000 + seed)
+    # Of its own for every implementation: there are some that overwrite them.
+    grads = [
+        torch.randn(t.shape, generator=generator, device=device, dtype=t.dtype) for t in outputs
+    ]
+    return lambda: torch.autograd.grad(outputs, inputs.leaves, grads, retain_graph=True)
+
+
+def distance(got, want) -> float:
+    """Largest relative norm of a difference; 0 only where all are equal, infinite for NaN."""
+    worst = 0.0
+    for a, b in zip(as_tuple(got), as_tuple(want), strict=True):
+        if a.shape != b.shape:
+            return math.inf
+        if not torch.equal(a, b):
+            off = ((a.float() - b.float()).norm() / b.float().norm()).item()
+            worst = max(worst, off if off > 0 else math.inf)
+    return worst
+
+
+def reason(error: BaseException) -> str:
+    """One line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def append_rows(name: str, rows: list[dict]) -> Path:
