@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 import warnings
 
 import torch
@@ -60,8 +61,11 @@ def te_missing_reason() -> str | None:
     return missing_reason("transformer_engine.pytorch")
 
 
-def kernels_missing_reason() -> str | None:
-    """Why the Triton kernels cannot run here, or None."""
+def kernels_missing_reason(dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels cannot run here, or None.
+
+    Asked for the first time it compares them with their twins, which may compile for seconds.
+    """
     reason = missing_reason("triton")
     if reason is not None:
         return reason
@@ -72,18 +76,23 @@ def kernels_missing_reason() -> str | None:
     if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < MIN_TRITON:
         wanted = ".".join(map(str, MIN_TRITON))
         return f"Triton {triton.__version__} is older than {wanted}"
-    return missing_reason("megatron_mla.kernels.rope")
+    reason = missing_reason("megatron_mla.kernels.selfcheck")
+    if reason is not None:
+        return reason
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    return sys.modules["megatron_mla.kernels.selfcheck"].rope_fault(device, dtype)
 
 
 def should_use_fused_mla_rope(config) -> bool:
     """Whether MLA layers rotate and pack with the fused kernels.
 
     Args:
-        config: anything with ``apply_rope_fusion`` and ``rotary_percent``.
+        config: anything with ``apply_rope_fusion`` and ``rotary_percent``; its ``params_dtype``
+            is the one that the kernels are checked in.
     Returns:
         False silently with ``apply_rope_fusion`` off (``--no-rope-fusion``); False with one
         warning per process for ``rotary_percent < 1`` (the kernels rotate the full positional
-        slice) and where no kernel can run; else True.
+        slice) and where no kernel can run or the kernels are wrong on this machine; else True.
     """
     if not config.apply_rope_fusion:
         return False
@@ -96,7 +105,7 @@ def should_use_fused_mla_rope(config) -> bool:
             warn=True,
         )
         return False
-    reason = kernels_missing_reason()
+    reason = kernels_missing_reason(getattr(config, "params_dtype", torch.float32))
     if reason is not None:
         say_once(
             "rope-kernels",

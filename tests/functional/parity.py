@@ -2,9 +2,9 @@
 
 Each rank builds the whole toy problem from one seed, keeps its share, runs the layer (or a GPT)
 under stock Megatron-Core DDP and ``finalize_model_grads``, and compares output, input gradient and
-every weight gradient with the same problem solved by itself alone. Under torchrun this file is that
-program: ``torchrun --nproc-per-node=4 tests/functional/parity.py``; the answers of all cases go to
-the JSON file named by ``--report``.
+every weight gradient with the same problem solved by itself alone and without fused kernels. Under
+torchrun this file is that program: ``torchrun --nproc-per-node=4 tests/functional/parity.py``; the
+answers of all cases go to the JSON file named by ``--report``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Case:
     recompute: str = ""  # "selective" | "full"
     gpt: bool = False
     experts: bool = False
+    fused: bool = True
 
     @property
     def world(self) -> int:
@@ -53,6 +54,7 @@ class Case:
         parts += ["thd" if self.packed else "sbhd", "sp" if self.sp else "nosp", self.down]
         parts += ["q" if self.q_lora_rank else "noq", self.rope_type]
         parts += [f"recompute_{self.recompute}"] if self.recompute else []
+        parts += [] if self.fused else ["eager"]
         return "-".join(parts + (["experts"] if self.experts else []))
 
 
@@ -79,6 +81,8 @@ def _cases() -> list[Case]:
     for tp, cp, sp, packed in ((2, 1, True, False), (1, 2, False, True), (2, 2, True, True)):
         common = {"tp": tp, "cp": cp, "sp": sp, "packed": packed, "gpt": True}
         cases += [Case(**common, recompute="full"), Case(**common, experts=True)]
+    for tp, cp, sp, packed in ((1, 1, False, True), (2, 1, True, False), (2, 2, True, True)):
+        cases.append(Case(tp=tp, cp=cp, sp=sp, packed=packed, fused=False))
     # Of one split after the other: process groups are made once for each.
     return sorted(cases, key=lambda case: (case.world, case.tp))
 
@@ -86,8 +90,8 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool):
-    """The toy model of a case, split ``tp`` x ``cp``."""
+def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool, fused: bool):
+    """The toy model of a case, split ``tp`` x ``cp``, with or without the fused kernels."""
     from megatron_mla import MLATransformerConfig
 
     extra = {}
@@ -135,7 +139,7 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool):
         context_parallel_size=cp,
         sequence_parallel=sp,
         mla_down_proj_parallelism=case.down,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused,
         calculate_per_token_loss=case.gpt,
         **extra,
     )
@@ -311,8 +315,12 @@ class Judge:
 
 
 def solve_alone(case: Case, dtype, device):
-    """Answer of one rank: output or loss, input gradient, weights and their gradients."""
-    config = config_of(case, dtype, tp=1, cp=1, sp=False)
+    """Answer of one rank without fused kernels.
+
+    Returns:
+        Output or loss, input gradient, weights by name and their gradients by name.
+    """
+    config = config_of(case, dtype, tp=1, cp=1, sp=False, fused=False)
     module = build(case, config, lonely_groups())
     weights = fill(module, torch.float32, device)
     load(module, weights)
@@ -320,6 +328,16 @@ def solve_alone(case: Case, dtype, device):
     params = packed_seq_params(device) if case.packed else None
     out, grad_input = run(case, module, data, params, per_rank=False)
     return out, grad_input, weights, {n: p.grad for n, p in module.named_parameters()}
+
+
+def _check_path(case: Case, module) -> None:
+    """Fused cases run the kernels wherever there is Triton."""
+    from megatron_mla.attention.rotary import FusedRotary
+    from megatron_mla.selection import missing_reason
+
+    fused = case.fused and missing_reason("triton") is None
+    found = {isinstance(m.rotary, FusedRotary) for m in module.modules() if hasattr(m, "rotary")}
+    assert found == {fused}, found
 
 
 def _split_ranks(tp: int, cp: int) -> None:
@@ -351,8 +369,9 @@ def run_case(case: Case, dtype: torch.dtype) -> dict[str, float]:
     alone = solve_alone(case, dtype, device)
     truth = alone if dtype == torch.float32 else solve_alone(case, torch.float32, device)
 
-    config = config_of(case, dtype, tp=case.tp, cp=case.cp, sp=case.sp)
+    config = config_of(case, dtype, tp=case.tp, cp=case.cp, sp=case.sp, fused=case.fused)
     module = build(case, config, ProcessGroupCollection.use_mpu_process_groups())
+    _check_path(case, module)
     load(module, {n: shard(n, w, case) for n, w in alone[2].items()})
     ddp = DistributedDataParallel(
         config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module

@@ -20,8 +20,14 @@ import torch
 from tests.helpers.launch import ROOT, run_ranks, under_torchrun
 
 SCRIPT = ROOT / "scripts" / "pretrain.py"
-# The same numbers on a machine with GPUs.
-CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+# The same numbers on a machine with GPUs, and as users see them there: no kernel without a GPU.
+CPU_ONLY = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "TRITON_INTERPRET": "0",
+}
+FUSED = {**CPU_ONLY, "TRITON_INTERPRET": "1"}
 ONE_RANK = ("--tensor-model-parallel-size", "1", "--context-parallel-size", "1")
 # The debug runs, smaller and shorter: 20 steps.
 SMALL = (
@@ -39,12 +45,12 @@ def arguments(name: str, folder: Path, *extra: str) -> list[str]:
     return ["--config", str(ROOT / "configs" / f"{name}.yaml"), *SMALL, *where, *extra]
 
 
-def start_alone(name: str, folder: Path, *extra: str) -> subprocess.Popen:
+def start_alone(name: str, folder: Path, *extra: str, env=CPU_ONLY) -> subprocess.Popen:
     """The script as one process, without torchrun."""
     command = [sys.executable, str(SCRIPT), *arguments(name, folder, *ONE_RANK, *extra)]
     return subprocess.Popen(
         command,
-        env={**os.environ, **CPU_ONLY},
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -52,8 +58,8 @@ def start_alone(name: str, folder: Path, *extra: str) -> subprocess.Popen:
     )
 
 
-def train_alone(name: str, folder: Path, *extra: str) -> str:
-    process = start_alone(name, folder, *extra)
+def train_alone(name: str, folder: Path, *extra: str, env=CPU_ONLY) -> str:
+    process = start_alone(name, folder, *extra, env=env)
     try:
         output, _ = process.communicate(timeout=180)
     except BaseException:
@@ -63,8 +69,8 @@ def train_alone(name: str, folder: Path, *extra: str) -> str:
     return output
 
 
-def train_on(ranks: int, name: str, folder: Path, *extra: str) -> str:
-    return run_ranks(SCRIPT, ranks, *arguments(name, folder, *extra), timeout=300, env=CPU_ONLY)
+def train_on(ranks: int, name: str, folder: Path, *extra: str, env=CPU_ONLY) -> str:
+    return run_ranks(SCRIPT, ranks, *arguments(name, folder, *extra), timeout=300, env=env)
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -127,8 +133,22 @@ def test_tp2_cp2_equals_one_rank(one_rank, four_ranks):
 
 
 def test_packed_tp2_cp2_equals_one_rank(packed_one_rank, tmp_path):
-    train_on(4, "mla_thd_debug_cpu", tmp_path, "--train-iters", "6")
+    output = train_on(4, "mla_thd_debug_cpu", tmp_path, "--train-iters", "6", env=FUSED)
+    assert "unfused path" not in output
     assert_same_curve(tmp_path, packed_one_rank, steps=6)
+
+
+def test_fused_run_equals_unfused_one_bit_for_bit(one_rank, tmp_path):
+    """Every loss, every gradient norm and, after 20 steps, every weight and moment."""
+    fused = tmp_path / "fused"
+    output = train_alone("mla_debug_cpu", fused, "--save-interval", "20", env=FUSED)
+    assert "unfused path" not in output
+    for name in ("loss", "grad_norm", "valid_loss"):
+        assert logged(fused, name) == logged(one_rank, name), name
+    files = sorted(checkpoint(one_rank, 20).glob("*.distcp"))
+    assert files
+    for path in files:
+        assert (checkpoint(fused, 20) / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_moe_checkpoint_of_one_rank_goes_on_with_experts_over_two(tmp_path):

@@ -13,6 +13,9 @@ import torch
 from megatron_mla import selection, should_use_fused_mla_rope
 
 
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     selection.forget_said()
@@ -43,7 +46,7 @@ def test_partial_rotation_falls_back_with_one_warning_per_process() -> None:
 
 
 def test_reason_is_said_once_where_no_kernel_can_run(monkeypatch) -> None:
-    monkeypatch.setattr(selection, "kernels_missing_reason", lambda: "no Triton here")
+    monkeypatch.setattr(selection, "kernels_missing_reason", lambda dtype: "no Triton here")
     answer, said = asked(apply_rope_fusion=True, rotary_percent=1.0)
     assert answer is False
     assert len(said) == 1 and "no Triton here" in said[0]
@@ -51,10 +54,45 @@ def test_reason_is_said_once_where_no_kernel_can_run(monkeypatch) -> None:
 
 
 def test_on_where_kernels_can_run(monkeypatch) -> None:
-    monkeypatch.setattr(selection, "kernels_missing_reason", lambda: None)
+    monkeypatch.setattr(selection, "kernels_missing_reason", lambda dtype: None)
     for rope_type in ("rope", "yarn"):
         fields = {"apply_rope_fusion": True, "rope_type": rope_type, "rotary_percent": 1.0}
         assert asked(**fields) == (True, [])
+
+
+def test_old_triton_is_refused_with_its_version(monkeypatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert "3.5.1" in selection.kernels_missing_reason(torch.float32)
+
+
+def test_kernel_that_is_wrong_on_this_machine_is_not_used(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from megatron_mla.kernels import selfcheck
+
+    assert selfcheck.rope_fault.__wrapped__(DEVICE, torch.float32) is None
+
+    def wrong(t, *arguments, **how):
+        return selfcheck.rope_ref(t, *arguments, **how) * 1.0001
+
+    selfcheck.rope_fault.cache_clear()
+    monkeypatch.setattr(selfcheck, "rope", wrong)
+    answer, said = asked(apply_rope_fusion=True, rotary_percent=1.0)
+    selfcheck.rope_fault.cache_clear()
+    assert answer is False
+    assert len(said) == 1 and "wrong query, gradient of q" in said[0]
+
+
+def test_kernel_that_cannot_run_here_is_not_used(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from megatron_mla.kernels import selfcheck
+
+    def broken(*arguments, **how):
+        raise RuntimeError("no binary for this GPU")
+
+    monkeypatch.setattr(selfcheck, "rope_kv_split", broken)
+    fault = selfcheck.rope_fault.__wrapped__(DEVICE, torch.float32)
+    assert "no binary for this GPU" in fault
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError, SyntaxError])
