@@ -55,8 +55,11 @@ def test_every_named_file_exists() -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_the_snippet_runs(single_rank) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+def test_the_snippets_run(single_rank) -> None:
+    import_line, snippet = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
     names: dict = {}
     exec(compile(snippet, "README.md", "exec"), names)
     assert sum(p.numel() for p in names["model"].parameters()) > 1e5
+    pytest.importorskip("triton")
+    exec(compile(import_line, "README.md", "exec"), names)
+    assert callable(names["fused_apply_mla_rope_for_q"])
