@@ -151,6 +151,21 @@ def test_fused_run_equals_unfused_one_bit_for_bit(one_rank, tmp_path):
         assert (checkpoint(fused, 20) / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_script_that_compares_both_paths(tmp_path):
+    script = ROOT / "scripts" / "compare_rope_fusion.py"
+    config = ("--config", str(ROOT / "configs" / "mla_debug_cpu.yaml"))
+    short = ("--train-iters", "2", "--lr-warmup-iters", "1", "--num-layers", "1")
+    process = subprocess.run(
+        [sys.executable, str(script), "--out", str(tmp_path), *config, *SMALL, *ONE_RANK, *short],
+        env={**os.environ, **CPU_ONLY},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    assert "2 steps" in process.stdout and "is the same number" in process.stdout
+
+
 def test_moe_checkpoint_of_one_rank_goes_on_with_experts_over_two(tmp_path):
     """From a checkpoint, because every expert-parallel rank draws its experts' weights itself."""
     one, two = tmp_path / "one", tmp_path / "two"
