@@ -84,7 +84,7 @@ def _report(found: Comparison) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 when all numbers are the same, 1 when some differ, 2 when a run did not end well."""
+    """Returns 0 when all numbers are the same, 1 when some differ, 2 when a run failed."""
     parser = argparse.ArgumentParser(
         prog="compare_rope_fusion.py",
         description=__doc__,
