@@ -21,11 +21,14 @@ def hidden(rows=24, batch=2, seed=0):
 @pytest.mark.parametrize("modules", [["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"]])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["sbhd", "thd"])
 @pytest.mark.parametrize("q_lora_rank", [28, None])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recompute_changes_no_bit(modules, is_packed, q_lora_rank, dropout) -> None:
+@pytest.mark.parametrize(
+    ("dropout", "fused"), [(0.0, False), (0.3, False), (0.0, True)], ids=["", "dropout", "fused"]
+)
+def test_recompute_changes_no_bit(modules, is_packed, q_lora_rank, dropout, fused) -> None:
     from megatron.core import tensor_parallel
 
     changes = {"q_lora_rank": q_lora_rank, "attention_dropout": dropout}
+    changes["apply_rope_fusion"] = fused
     plain = small_layer(**changes)
     again = small_layer(**changes, recompute_granularity="selective", recompute_modules=modules)
     again.load_state_dict(plain.state_dict())
@@ -40,6 +43,40 @@ def test_recompute_changes_no_bit(modules, is_packed, q_lora_rank, dropout) -> N
     assert torch.equal(gx, gx2)
     for name in gw:
         assert torch.equal(gw[name], gw2[name]), name
+
+
+# Concentrations of the tables: none, 1, and not 1.
+ROPES = [
+    {"rope_type": "rope"},
+    {"rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numerics", ["megatron", "fp32"])
+@pytest.mark.parametrize("rope", ROPES, ids=["rope", "yarn", "yarn-ratio"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["sbhd", "thd"])
+def test_fused_layer_has_the_bits_of_the_eager_one(dtype, numerics, rope, is_packed) -> None:
+    """Output, input gradient and every weight gradient: the q up projection's above all, whose
+    result is rotated in place."""
+    pytest.importorskip("triton")
+    from megatron_mla.attention.rotary import FusedRotary
+
+    changes = {"mla_rope_numerics": numerics, "params_dtype": dtype, **rope}
+    changes["bf16"] = dtype == torch.bfloat16
+    x, grad = (hidden(24, 1 if is_packed else 2, seed).to(dtype) for seed in (0, 1))
+    kwargs = {"packed_seq_params": packed([10, 0, 14])} if is_packed else {}
+    answers = []
+    for fused in (False, True):
+        layer = small_layer(**changes, apply_rope_fusion=fused)
+        assert isinstance(layer.rotary, FusedRotary) == fused
+        answers.append(gradients(layer, x, grad, **kwargs))
+    (out, gx, gw), (out2, gx2, gw2) = answers
+    assert torch.equal(out, out2) and torch.equal(gx, gx2)
+    for name in gw:
+        assert torch.equal(gw[name], gw2[name]), name
+    assert gw["linear_q_up_proj.weight"].abs().max() > 0
 
 
 def test_packed_sequences_equal_separate_ones() -> None:
