@@ -105,17 +105,31 @@ def check_rope(
         raise ValueError(f"nope_dim must not be negative, got {nope_dim}")
     check_table(cos, sin, t, t.shape[-1] - nope_dim, name)
     check_positions(positions, t, cos, name)
-    if in_place and any(
-        n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)
-    ):
+    if in_place:
+        check_written(name, t)
+
+
+def check_written(name: str, t: Tensor) -> None:
+    """A tensor with storage of its own for every element."""
+    if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)):
         raise ValueError(
-            f"{name} must not overlap itself to be rotated in place, got strides {t.stride()}; "
-            "use the form that is not in place, or call .contiguous()"
+            f"{name} must not overlap itself to be written, got strides {t.stride()}; expanded "
+            "tensors have to be copied first, by .contiguous()"
         )
 
 
-def check_grad_free(t: Tensor, out: Tensor) -> None:
-    """An ``out`` buffer that fits ``t`` and needs no gradients."""
+def check_flat(t: Tensor, num_heads: int) -> None:
+    """Heads in one dimension."""
+    width = t.shape[-1] if t.dim() else 0
+    if num_heads < 1 or width % num_heads or t.stride(-1) != 1:
+        raise ValueError(
+            f"num_heads must be positive and divide the width of t, whose last stride is 1; got "
+            f"{num_heads}, shape {list(t.shape)} and strides {t.stride()}"
+        )
+
+
+def check_out(t: Tensor, out: Tensor) -> None:
+    """An ``out`` buffer that fits ``t``, is no part of it and needs no gradients."""
     if torch.is_grad_enabled() and (t.requires_grad or out.requires_grad):
         raise ValueError(
             "out cannot be given where gradients are needed; leave it out, or use torch.no_grad()"
@@ -124,3 +138,4 @@ def check_grad_free(t: Tensor, out: Tensor) -> None:
         raise ValueError(f"out must have the shape of t, {list(t.shape)}, got {list(out.shape)}")
     check_same("out", out, "t", t)
     check_unit_stride("out", out)
+    check_written("out", out)

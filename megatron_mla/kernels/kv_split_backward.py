@@ -126,7 +126,9 @@ def launch_kv_split_backward(
     tokens = rows * batch
     lanes = min(SUM_LANES, triton.next_power_of_2(max(heads, 1)))
     if block_t is None:
-        block_t, _ = rotation.tile_of(tokens, 1, lanes * max(k_dim, values), grad_key.device)
+        block_t, _ = rotation.tile_of(
+            tokens, 1, lanes * max(k_dim, values, width - k_dim), grad_key.device
+        )
     with rotation.on_device_of(grad_key):
         _kv_split_backward_kernel[(triton.cdiv(tokens, block_t),)](
             grad_key,

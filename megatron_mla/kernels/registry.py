@@ -7,6 +7,12 @@ from collections.abc import Callable
 import torch
 
 
+def note_change(t: torch.Tensor) -> None:
+    """Count a change that only a kernel sees, so that a graph which saved ``t`` raises."""
+    if not t.is_inference():
+        torch.autograd.graph.increment_version(t)
+
+
 def register(
     name: str,
     schema: str,

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mla.kernels import rotation
-from megatron_mla.kernels.checks import check_grad_free, check_rope
-from megatron_mla.kernels.registry import register
+from megatron_mla.kernels.checks import check_flat, check_out, check_rope
+from megatron_mla.kernels.registry import note_change, register
 from megatron_mla.kernels.rotation import load_angle, load_two, store_two, turn
 
 
@@ -60,7 +60,7 @@ def _rope_kernel(
     b = (token % batch).to(tl.int64)[:, None]
 
     if N > 0:
-        channel = tl.arange(0, BLOCK_N)[None, None, :]
+        channel = tl.arange(0, BLOCK_N).to(tl.int64)[None, None, :]
         copied = mask[:, :, None] & (channel < N)
         offset = s * nope_strides[0] + b * nope_strides[1] + head * nope_strides[2]
         kept = tl.load(nope + offset[:, :, None] + channel * nope_strides[3], mask=copied)
@@ -185,6 +185,11 @@ def _rope_out(
     )
 
 
+def _rope_into(t, *arguments_and_out) -> None:
+    note_change(arguments_and_out[-1])
+    _rope_out(t, *arguments_and_out)
+
+
 def _rope(t, *arguments) -> Tensor:
     out = _like(t)
     _rope_out(t, *arguments, out)
@@ -194,6 +199,7 @@ def _rope(t, *arguments) -> Tensor:
 def _rope_in_place(
     t, cos, sin, positions, nope_dim, rope_first, pairs_in, pairs_out, inverse, backward
 ) -> None:
+    note_change(t)
     _, pe = parts(t, nope_dim, rope_first)
     launch_rope(
         pe,
@@ -244,7 +250,7 @@ register(
     backward=_backward,
 )
 register("rope_", f"(Tensor(a!) t, {_ARGUMENTS}) -> ()", _rope_in_place, _nothing)
-register("rope_out", f"(Tensor t, {_ARGUMENTS}, Tensor(a!) out) -> ()", _rope_out, _nothing)
+register("rope_out", f"(Tensor t, {_ARGUMENTS}, Tensor(a!) out) -> ()", _rope_into, _nothing)
 
 
 class _RopeInPlace(torch.autograd.Function):
@@ -314,7 +320,7 @@ def rope(
     arguments = (nope_dim, rope_first, interleaved, pairs_out, inverse, False)
     if out is None:
         return torch.ops.megatron_mla.rope(t, cos, sin, positions, *arguments)
-    check_grad_free(t, out)
+    check_out(t, out)
     torch.ops.megatron_mla.rope_out(t, cos, sin, positions, *arguments, out)
     return out
 
@@ -346,8 +352,10 @@ def rope_(
     Returns:
         ``t``, or the new tensor.
     """
-    shape = t.shape
-    heads = t.shape if num_heads is None else (*t.shape[:-1], num_heads, t.shape[-1] // num_heads)
+    shape = heads = t.shape
+    if num_heads is not None:
+        check_flat(t, num_heads)
+        heads = (*t.shape[:-1], num_heads, t.shape[-1] // num_heads)
     view = t.view(heads)
     check_rope(view, cos, sin, positions, nope_dim=nope_dim, in_place=True)
     pairs_out = interleaved and remove_interleaving

@@ -38,12 +38,13 @@ def turn_ref(
 
     Args:
         t: [S, ..., d].
-        cos, sin: [S, 1.., h]; fp32 tables lift everything to fp32 until the end.
+        cos, sin: [S, 1.., h]; fp32 tables lift narrower activations to fp32 until the end.
         backward: -0 becomes +0, as in autograd's accumulation.
     """
     x1, x2 = _split(t, pairs_in)
     if cos.dtype == torch.float32:
-        x1, x2 = x1.float(), x2.float()
+        wide = torch.promote_types(t.dtype, torch.float32)
+        x1, x2 = x1.to(wide), x2.to(wide)
     if inverse:
         sin = -sin
     left, right = x1 * cos - x2 * sin, x2 * cos + x1 * sin

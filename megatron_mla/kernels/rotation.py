@@ -32,7 +32,7 @@ def tile_of(num_tokens: int, num_heads: int, width: int, device: torch.device) -
         width: channels that a program handles per head.
     """
     budget = _GPU_TILE if device.type == "cuda" else _CPU_TILE
-    rows = max(1, budget // triton.next_power_of_2(width))
+    rows = max(1, budget // triton.next_power_of_2(max(width, 1)))
     heads = min(triton.next_power_of_2(num_heads), rows)
     return min(triton.next_power_of_2(num_tokens), rows // heads), heads
 
@@ -91,10 +91,10 @@ def load_two(base, offset, mask, stride, HALF: tl.constexpr, R: tl.constexpr, PA
     offset = offset[:, :, None]
     if PAIRS:
         # One contiguous load, parted in registers: strided loads of two bytes are slower.
-        channel = tl.arange(0, 2 * R)[None, None, :]
+        channel = tl.arange(0, 2 * R).to(tl.int64)[None, None, :]
         x = tl.load(base + offset + channel * stride, mask=mask & (channel < 2 * HALF), other=0.0)
         return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], R, 2]))
-    channel = tl.arange(0, R)[None, None, :]
+    channel = tl.arange(0, R).to(tl.int64)[None, None, :]
     mask = mask & (channel < HALF)
     left = tl.load(base + offset + channel * stride, mask=mask, other=0.0)
     right = tl.load(base + offset + (channel + HALF) * stride, mask=mask, other=0.0)
