@@ -12,7 +12,6 @@ import torch
 
 from megatron_mla import selection, should_use_fused_mla_rope
 
-
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
