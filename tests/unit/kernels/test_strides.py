@@ -40,7 +40,10 @@ def far(tmp_path):
             return _spread(torch.zeros(count, dtype=HALF, device=DEVICE), t, dim)
         # A file with holes: pages that nothing touches take no memory.
         path = tmp_path / "holes"
-        memory = torch.from_file(str(path), shared=True, size=count, dtype=HALF)
+        try:
+            memory = torch.from_file(str(path), shared=True, size=count, dtype=HALF)
+        except RuntimeError as error:
+            pytest.skip(f"needs a file system that lets files have holes: {error}")
         path.unlink()
         return _spread(memory, t, dim)
 
