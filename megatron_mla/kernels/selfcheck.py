@@ -35,12 +35,13 @@ def rope_fault(device: str, dtype: torch.dtype) -> str | None:
 
 
 def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
-    generator = torch.Generator().manual_seed(0)
+    # The CPU by name: a layer may be built on the meta device.
+    source = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, **source).to(device, dtype)
 
-    angle = torch.rand(4, _ROTATED // 2, generator=generator) * 6
+    angle = torch.rand(4, _ROTATED // 2, **source) * 6
     cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
     positions = torch.tensor([0, 1, 0, 3, 2], dtype=torch.int32, device=device)
     tables = cos, sin, positions

@@ -36,11 +36,6 @@ def examples(count: int) -> settings:
     return settings(max_examples=count if DEVICE == "cpu" else max(count // 4, 10))
 
 
-def numerics_id(pair: tuple[torch.dtype, torch.dtype]) -> str:
-    data, table = (str(dtype).removeprefix("torch.") for dtype in pair)
-    return f"{data}-tables-{table}"
-
-
 def assert_same_bits(name: str, got: Tensor, want: Tensor, *, finite: bool = True) -> None:
     """Assert equality of shape, dtype and every bit, so -0 is not +0.
 

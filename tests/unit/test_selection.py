@@ -82,6 +82,14 @@ def test_kernel_that_is_wrong_on_this_machine_is_not_used(monkeypatch) -> None:
     assert len(said) == 1 and "wrong query, gradient of q" in said[0]
 
 
+def test_kernels_are_checked_where_a_layer_is_built_on_the_meta_device() -> None:
+    pytest.importorskip("triton")
+    from megatron_mla.kernels import selfcheck
+
+    with torch.device("meta"):
+        assert selfcheck.rope_fault.__wrapped__(DEVICE, torch.bfloat16) is None
+
+
 def test_kernel_that_cannot_run_here_is_not_used(monkeypatch) -> None:
     pytest.importorskip("triton")
     from megatron_mla.kernels import selfcheck
