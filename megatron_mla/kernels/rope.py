@@ -308,7 +308,7 @@ def rope(
         interleaved: channels come in as pairs (0, 1), (2, 3), ...; else as halves.
         inverse: rotate back.
         remove_interleaving: with ``interleaved``, write pairs again instead of halves.
-        out: written and returned when given; no gradients then.
+        out: written and returned when given, without gradients; ``t`` itself or apart from it.
     Returns:
         Shape and dtype of ``t``, contiguous where ``out`` is not given.
     Raises:
