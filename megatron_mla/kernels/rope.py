@@ -159,12 +159,6 @@ def parts(t: Tensor, nope_dim: int, rope_first: bool) -> tuple[Tensor, Tensor]:
     return t[..., :nope_dim], t[..., nope_dim:]
 
 
-_ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor positions, int nope_dim, bool rope_first, bool pairs_in, "
-    "bool pairs_out, bool inverse, bool backward"
-)
-
-
 def _rope_out(
     t, cos, sin, positions, nope_dim, rope_first, pairs_in, pairs_out, inverse, backward, out
 ) -> None:

@@ -147,12 +147,14 @@ def turn(
     """
     wide = tl.float64 if dtype == tl.float64 else tl.float32
     x1, x2, c, s = x1.to(wide), x2.to(wide), c.to(wide), s.to(wide)
-    if INVERSE:
-        s = -s
     a, b, d, e = x1 * c, x2 * s, x2 * c, x1 * s
     if ROUND:
         a, b, d, e = round_to(a, dtype), round_to(b, dtype), round_to(d, dtype), round_to(e, dtype)
-    left, right = round_to(a - b, dtype), round_to(d + e, dtype)
+    if INVERSE:
+        # And not by -s: Triton 3.6 makes of it 0 - s, which turns a sine of +0 into +0.
+        left, right = round_to(a + b, dtype), round_to(d - e, dtype)
+    else:
+        left, right = round_to(a - b, dtype), round_to(d + e, dtype)
     if BACKWARD:
         left, right = left + 0.0, right + 0.0
     return left.to(dtype), right.to(dtype)

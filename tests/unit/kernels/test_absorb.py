@@ -32,7 +32,7 @@ def assert_product(name: str, got, truth) -> None:
 
 
 @pytest.mark.timeout(900)
-@examples(60)
+@examples(50)
 @given(
     case=cases(most_heads=20),
     latent=st.sampled_from([1, 20, 64]),

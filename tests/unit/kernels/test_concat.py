@@ -24,7 +24,7 @@ from tests.helpers.rotations import (
 
 
 @pytest.mark.timeout(900)
-@examples(110)
+@examples(90)
 @given(case=cases(inputs=2, unit=False))
 def test_concat_and_its_gradients_have_the_bits_of_the_twin(case) -> None:
     inputs = [case.input(0, case.nope), case.input(1, case.rotated)]

@@ -29,7 +29,7 @@ ORDER = pytest.mark.parametrize("remove_interleaving", [False, True], ids=["halv
 
 
 @pytest.mark.timeout(900)
-@examples(150)
+@examples(110)
 @given(case=cases(inputs=2, grads=2), remove_interleaving=st.booleans(), pack_value=st.booleans())
 def test_kv_split_and_its_gradients_have_the_bits_of_the_twin(
     case, remove_interleaving, pack_value
