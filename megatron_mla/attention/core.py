@@ -187,7 +187,8 @@ def _cut(t: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
         end = stop
     if end < t.shape[0]:
         sizes.append(t.shape[0] - end)
-    pieces = t.split(sizes)
+    # The backward of a split into one piece would copy the gradient all the same.
+    pieces = t.split(sizes) if len(sizes) > 1 else (t,)
     cut = []
     for (start, stop), number in zip(spans, home, strict=True):
         first, last = parts[number]

@@ -22,7 +22,15 @@ from megatron_mla.kernels.checks import (
 )
 from megatron_mla.kernels.kv_split_backward import kv_split_grads
 from megatron_mla.kernels.registry import register
-from megatron_mla.kernels.rotation import copy, load_angle, load_two, store_two, turn, widths_of
+from megatron_mla.kernels.rotation import (
+    copy,
+    load_angle,
+    load_two,
+    place,
+    store_two,
+    turn,
+    widths_of,
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "table_rows"])
@@ -53,8 +61,7 @@ def _kv_split_kernel(
     BLOCK_V: tl.constexpr,
     R: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[None, :]
+    token, head = place(num_heads, BLOCK_T, BLOCK_H)
     live = token < num_tokens
     mask = live[:, None] & (head < num_heads)  # [T, H]
     # 64 bits: real shapes pass 2**31 elements.
@@ -102,9 +109,9 @@ def launch_kv_split(
     pack = value is not None and value.numel() > 0
     tokens = rows * batch
     moved = k_dim + rotated + (width - k_dim if pack else 0)
-    block_t, block_h = tile or rotation.tile_of(tokens, heads, moved, kv.device)
+    tile = tile or rotation.tile_of(tokens, heads, moved, kv.device)
     with rotation.on_device_of(kv):
-        _kv_split_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(heads, block_h))](
+        _kv_split_kernel[rotation.grid_of(tokens, heads, tile)](
             kv,
             k_pe,
             key,
@@ -123,8 +130,8 @@ def launch_kv_split(
             PAIRS_OUT=pairs_out,
             ROUND=cos.dtype == kv.dtype,
             PACK_V=pack,
-            BLOCK_T=block_t,
-            BLOCK_H=block_h,
+            BLOCK_T=tile[0],
+            BLOCK_H=tile[1],
             num_warps=num_warps,
             **rotation.EXACT,
         )

@@ -113,7 +113,7 @@ def launch_kv_split_backward(
     k_dim: int,
     pairs_out: bool = False,
     block_t: int | None = None,
-    num_warps: int = 4,
+    num_warps: int | None = None,
 ) -> None:
     """Fill ``grad_kv`` and ``grad_pe``, both contiguous; values without a gradient get zeros."""
     grad_key = rotation.with_batch(grad_key)
@@ -125,10 +125,12 @@ def launch_kv_split_backward(
     grad_value = rotation.with_batch(grad_value) if has_value else grad_key
     tokens = rows * batch
     lanes = min(SUM_LANES, triton.next_power_of_2(max(heads, 1)))
+    moved = lanes * max(k_dim, values, width - k_dim)  # of one token at one time
     if block_t is None:
-        block_t, _ = rotation.tile_of(
-            tokens, 1, lanes * max(k_dim, values, width - k_dim), grad_key.device
-        )
+        block_t, _ = rotation.tile_of(tokens, 1, moved, grad_key.device)
+    if num_warps is None:
+        # 16 elements per thread, all of which hold two running sums as well.
+        num_warps = min(16, max(4, triton.next_power_of_2(moved) // 512))
     with rotation.on_device_of(grad_key):
         _kv_split_backward_kernel[(triton.cdiv(tokens, block_t),)](
             grad_key,

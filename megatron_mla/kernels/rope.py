@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_mla.kernels import rotation
 from megatron_mla.kernels.checks import check_flat, check_out, check_rope
 from megatron_mla.kernels.registry import note_change, register
-from megatron_mla.kernels.rotation import load_angle, load_two, store_two, turn
+from megatron_mla.kernels.rotation import load_angle, load_two, place, store_two, turn
 
 
 @triton.jit(do_not_specialize=["num_tokens", "table_rows"])
@@ -49,9 +49,8 @@ def _rope_kernel(
     BLOCK_N: tl.constexpr,
     R: tl.constexpr,
 ):
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     # The head itself and not its place in the tile is held against the number of heads.
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[None, :]
+    token, head = place(num_heads, BLOCK_T, BLOCK_H)
     live = token < num_tokens
     mask = live[:, None] & (head < num_heads)  # [T, H]
     # 64 bits: real shapes pass 2**31 elements.
@@ -114,10 +113,10 @@ def launch_rope(
     if width == 0:
         nope, nope_out = pe, pe_out
     tokens = rows * batch
-    block_t, block_h = tile or rotation.tile_of(tokens, heads, width + rotated, pe.device)
+    tile = tile or rotation.tile_of(tokens, heads, width + rotated, pe.device)
     half = rotated // 2
     with rotation.on_device_of(pe):
-        _rope_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(heads, block_h))](
+        _rope_kernel[rotation.grid_of(tokens, heads, tile)](
             nope,
             nope_out,
             pe,
@@ -142,8 +141,8 @@ def launch_rope(
             INVERSE=inverse,
             BACKWARD=backward,
             IN_PLACE=pe.data_ptr() == pe_out.data_ptr(),
-            BLOCK_T=block_t,
-            BLOCK_H=block_h,
+            BLOCK_T=tile[0],
+            BLOCK_H=tile[1],
             BLOCK_N=triton.next_power_of_2(max(width, 1)),
             R=triton.next_power_of_2(half),
             num_warps=num_warps,

@@ -61,6 +61,25 @@ def with_batch(t: Tensor) -> Tensor:
 
 
 @triton.jit
+def place(num_heads, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Tokens [T] and heads [1, H] of this program of :func:`grid_of`.
+
+    Programs of one token follow each other, so that what is read and written at one time lies
+    together in memory; the other way round a copy of heads takes about a tenth longer on an H200.
+    """
+    across = tl.cdiv(num_heads, BLOCK_H)
+    program = tl.program_id(0)
+    token = program // across * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = program % across * BLOCK_H + tl.arange(0, BLOCK_H)
+    return token, head.to(tl.int64)[None, :]
+
+
+def grid_of(num_tokens: int, num_heads: int, tile: tuple[int, int]) -> tuple[int]:
+    """Programs of ``tile`` tokens and heads each, in the order of :func:`place`."""
+    return (triton.cdiv(num_tokens, tile[0]) * triton.cdiv(num_heads, tile[1]),)
+
+
+@triton.jit
 def copy(source, target, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Copy WIDTH channels from pointers [T, H] to pointers [T, H]."""
     channel = tl.arange(0, BLOCK)[None, None, :]

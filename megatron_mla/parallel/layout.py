@@ -58,7 +58,8 @@ def _sequence_of_row(cu_seqlens: Tensor, row: Tensor, cp_size: int) -> tuple[Ten
     """Sequence that holds each local row, and whether the row lies past the last sequence."""
     num_sequences = cu_seqlens.numel() - 1
     # right=True skips zero-length sequences: it returns the last start that is <= row.
-    sequence = torch.searchsorted(cu_seqlens // cp_size, row, right=True) - 1
+    starts = cu_seqlens if cp_size == 1 else cu_seqlens // cp_size
+    sequence = torch.searchsorted(starts, row, right=True) - 1
     tail = sequence >= num_sequences
     return sequence.clamp(max=max(num_sequences - 1, 0)), tail
 
@@ -84,20 +85,7 @@ def thd_rows(
     if cu.numel() < 2:
         zeros = torch.zeros_like(row)
         return zeros, zeros.to(torch.int32), cp_rank * local_len + row
-    sequence, tail = _sequence_of_row(cu, row, cp_size)
-    start = cu[sequence]
-    local = row - start // cp_size
-    if cp_size == 1:
-        position = local
-    else:
-        local_length = (cu[sequence + 1] - start) // cp_size
-        chunk = local_length // 2
-        position = torch.where(
-            local < chunk,
-            cp_rank * chunk + local,
-            (2 * cp_size - 1 - cp_rank) * chunk + local - chunk,
-        )
-    position = position.masked_fill(tail, 0)
+    sequence, tail, start, position = _places(cu, row, cp_rank, cp_size)
     tail_rows = local_len - torch.div(cu[-1], cp_size, rounding_mode="floor")
     behind = cu[-1] + cp_rank * tail_rows + (row - cu[-1] // cp_size)
     token = torch.where(tail, behind, start + position)
@@ -105,9 +93,33 @@ def thd_rows(
     return sequence, position.to(torch.int32), token
 
 
+def _places(
+    cu: Tensor, row: Tensor, cp_rank: int, cp_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequence of every local row, whether the row lies past it, the sequence's start, position."""
+    sequence, tail = _sequence_of_row(cu, row, cp_size)
+    start = cu[sequence]
+    if cp_size == 1:
+        position = row - start
+    else:
+        local = row - start // cp_size
+        local_length = (cu[sequence + 1] - start) // cp_size
+        chunk = local_length // 2
+        position = torch.where(
+            local < chunk,
+            cp_rank * chunk + local,
+            (2 * cp_size - 1 - cp_rank) * chunk + local - chunk,
+        )
+    return sequence, tail, start, position.masked_fill(tail, 0)
+
+
 def thd_positions(cu_seqlens: Tensor, local_len: int, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
     """Position of every local row of a packed batch, [local_len] int32: see :func:`thd_rows`."""
-    return thd_rows(cu_seqlens, local_len, cp_rank, cp_size)[1]
+    cu = cu_seqlens.to(torch.int64)
+    row = torch.arange(local_len, dtype=torch.int64, device=cu.device)
+    if cu.numel() < 2:
+        return torch.zeros_like(row, dtype=torch.int32)
+    return _places(cu, row, cp_rank, cp_size)[-1].to(torch.int32)
 
 
 def rows_of_rank(

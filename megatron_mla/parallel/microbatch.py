@@ -76,22 +76,34 @@ def _make_plan(blocks: list[CausalBlock], device) -> AttentionPlan:
     alone = [block for block in blocks if block not in batched]
     if not groups:
         return AttentionPlan([], None, None, None, alone, None, None)
-    batches, rows, keys, slots, end = [], [], [], [], 0
+    batches, rows, keys, slots, end = [], [], [], [], 0  # (start, length) of every run of rows
     for group in groups:
         longest = max(block.q_end - block.q_start for block in group)
         for block in group:
-            rows.append(torch.arange(block.q_start, block.q_end))
-            keys.append(torch.arange(block.k_start, block.k_end))
-            slots.append(torch.arange(end, end + block.q_end - block.q_start))
+            length = block.q_end - block.q_start
+            rows.append((block.q_start, length))
+            keys.append((block.k_start, length))
+            slots.append((end, length))
             end += longest
         batches.append((len(group), longest))
-    query_rows, key_rows, batch_slots = (torch.cat(t).to(device) for t in (rows, keys, slots))
+    query_rows, key_rows, batch_slots = (_runs(t).to(device) for t in (rows, keys, slots))
     for block in alone:
-        rows.append(torch.arange(block.q_start, block.q_end))
-        slots.append(torch.arange(end, end + block.q_end - block.q_start))
-        end += block.q_end - block.q_start
-    worked, all_rows = (torch.cat(t).to(device) for t in (slots, rows))
+        length = block.q_end - block.q_start
+        rows.append((block.q_start, length))
+        slots.append((end, length))
+        end += length
+    worked, all_rows = (_runs(t).to(device) for t in (slots, rows))
     return AttentionPlan(batches, query_rows, key_rows, batch_slots, alone, worked, all_rows)
+
+
+def _runs(runs: list[tuple[int, int]]) -> Tensor:
+    """Indices of all (start, length), one run after the other, [sum of lengths] int64.
+
+    Not one ``arange`` per sequence: thousands of those take longer than the attention.
+    """
+    start, length = torch.tensor(runs).unbind(1)
+    offset = start - (length.cumsum(0) - length)  # of a run's indices above their places
+    return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
 
 
 @dataclass(eq=False)
@@ -190,7 +202,9 @@ def _build(num_local, cp_rank, cp_size, tp_chunks, device, cu_seqlens) -> Rows:
         key_positions = layout.sbhd_positions(num_global, device=device)
     else:
         positions = layout.thd_positions(cu_seqlens, num_local, cp_rank, cp_size)
-        key_positions = layout.thd_positions(cu_seqlens, num_global)
+        key_positions = positions
+        if cp_size > 1:
+            key_positions = layout.thd_positions(cu_seqlens, num_global)
     return Rows(
         num_local=num_local,
         num_global=num_global,

@@ -105,6 +105,7 @@ def build_layers(widths: dict) -> dict[str, torch.nn.Module]:
         layers[name] = build_module(mla_attention_spec(config), config=config, layer_number=1)
 
     ours("ours", apply_rope_fusion=True)
+    ours("ours unfused", apply_rope_fusion=False)
     for modules in RECOMPUTED:
         ours(
             f"ours recompute {'+'.join(modules)}",

@@ -218,6 +218,8 @@ def test_cut_is_slicing(spans) -> None:
     for piece, (start, stop) in zip(cut, spans, strict=True):
         assert torch.equal(piece, t[start:stop])
         assert piece.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()  # no copy
+    if len(spans) == 1:
+        assert cut[0] is t  # and so no gradient of it is copied
     if spans:
         sum((i + 1) * piece.sum() for i, piece in enumerate(cut)).backward()
         want = torch.zeros(20, 3)

@@ -79,6 +79,37 @@ def test_fused_layer_has_the_bits_of_the_eager_one(dtype, numerics, rope, is_pac
     assert gw["linear_q_up_proj.weight"].abs().max() > 0
 
 
+class _FirstOutput(torch.nn.Module):
+    """A graphed callable may return nothing but tensors."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, None)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+def test_layer_in_a_cuda_graph_has_the_bits_of_the_layer(fused) -> None:
+    changes = {"apply_rope_fusion": fused, "params_dtype": torch.bfloat16, "bf16": True}
+    layer, plain = small_layer(**changes), small_layer(**changes)
+    sample = hidden().bfloat16().requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(_FirstOutput(layer), (sample,))
+    for seed in (1, 2):
+        x, grad = (hidden(seed=10 * seed + n).bfloat16() for n in (0, 1))
+        want_out, want_x, want_weights = gradients(plain, x, grad)
+        leaf = x.requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        out = graphed(leaf)
+        out.backward(grad)
+        assert torch.equal(out, want_out)
+        assert torch.equal(leaf.grad, want_x)
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, want_weights[name]), name
+
+
 def test_packed_sequences_equal_separate_ones() -> None:
     layer = small_layer()
     lengths = [10, 1, 0, 13]

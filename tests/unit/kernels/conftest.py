@@ -9,7 +9,10 @@ import torch
 def _filled(empty):
     def with_nan(*args, **kwargs):
         t = empty(*args, **kwargs)
-        return t.fill_(torch.nan) if t.is_floating_point() else t
+        if t.is_floating_point():
+            with torch.no_grad():  # torch 2.11 makes leaves with it
+                t.fill_(torch.nan)
+        return t
 
     return with_nan
 
