@@ -127,14 +127,9 @@ class SDPACoreAttention(MegatronModule):
         """Padded results [sequences * length, 1, H, V] of every batched call."""
         if not plan.batches:
             return []
-        num_slots = sum(count * length for count, length in plan.batches)
         padded = [
-            move_rows(t[:, 0], source, plan.slots, num_slots)
-            for t, source in (
-                (query, plan.query_rows),
-                (key, plan.key_rows),
-                (value, plan.key_rows),
-            )
+            move_rows(t[:, 0], move)
+            for t, move in ((query, plan.queries), (key, plan.keys), (value, plan.keys))
         ]
         sizes = [count * length for count, length in plan.batches]
         pieces = []
@@ -201,14 +196,14 @@ def _cut(t: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
 def _assemble(pieces: list[Tensor], plan: AttentionPlan, query: Tensor, value: Tensor) -> Tensor:
     """Rows of this rank [L, B, H, V] from the results of all calls; other rows are zero."""
     num_rows = query.shape[0]
-    if plan.worked is None:
+    if plan.results is None:
         done = plan.blocks[-1].q_end if plan.blocks else num_rows
         if done < num_rows:
             shape = (num_rows - done, *query.shape[1:-1], value.shape[-1])
             pieces.append(value.new_zeros(shape))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     worked = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return move_rows(worked, plan.worked, plan.rows, num_rows)
+    return move_rows(worked, plan.results)
 
 
 class _NoRows(torch.autograd.Function):

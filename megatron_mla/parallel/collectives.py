@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -67,26 +69,60 @@ class _PermuteRows(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
+@dataclass(frozen=True, eq=False)
+class RowMove:
+    """Rows of one tensor that become rows of another, as what each row of either side reads.
+
+    Attributes:
+        read: [target rows] int64, source row of each target row; any where there is none.
+        blank: [...] int64, target rows without a source.
+        back, unread: the same from the source's side, for gradients.
+    """
+
+    read: Tensor
+    blank: Tensor
+    back: Tensor
+    unread: Tensor
+
+    @classmethod
+    def of(cls, source: Tensor, target: Tensor, num_source: int, num_target: int) -> RowMove:
+        """Row ``source[i]`` becomes row ``target[i]``; both [n] int64, neither with repeats."""
+        read, blank = _inverse(target, source, num_target)
+        back, unread = _inverse(source, target, num_source)
+        return cls(read, blank, back, unread)
+
+
+def _inverse(place: Tensor, value: Tensor, num_places: int) -> tuple[Tensor, Tensor]:
+    """[num_places] with ``value`` at ``place`` and 0 elsewhere, and where elsewhere is."""
+    found = torch.full((num_places,), -1, dtype=torch.int64)
+    found[place] = value
+    return found.clamp(min=0), (found < 0).nonzero()[:, 0]
+
+
 class _MoveRows(torch.autograd.Function):
     """Backward moves the gradient back; as no row is read twice, nothing is added up."""
 
     @staticmethod
-    def forward(ctx, t, source, target, num_rows):
-        ctx.save_for_backward(source, target)
-        ctx.num_source = t.shape[0]
-        out = t.new_zeros(num_rows, *t.shape[1:])
-        return out.index_copy_(0, target, t.index_select(0, source))
+    def forward(ctx, t, read, blank, back, unread):
+        ctx.save_for_backward(back, unread)
+        return _gather(t, read, blank)
 
     @staticmethod
     def backward(ctx, grad):
-        source, target = ctx.saved_tensors
-        out = grad.new_zeros(ctx.num_source, *grad.shape[1:])
-        return out.index_copy_(0, source, grad.index_select(0, target)), None, None, None
+        return _gather(grad, *ctx.saved_tensors), *(None,) * 4
 
 
-def move_rows(t: Tensor, source: Tensor, target: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, ...] of zeros with rows ``target`` set to ``t[source]``; indices are distinct."""
-    return _MoveRows.apply(t, source, target, num_rows)
+def _gather(t: Tensor, read: Tensor, blank: Tensor) -> Tensor:
+    """A gather and a few rows of zeros: a scatter into zeros takes several times as long."""
+    if t.shape[0] == 0:
+        return t.new_zeros(read.shape[0], *t.shape[1:])
+    out = t.index_select(0, read)
+    return out.index_fill_(0, blank, 0) if blank.numel() else out
+
+
+def move_rows(t: Tensor, move: RowMove) -> Tensor:
+    """[source rows, ...] -> [target rows, ...]; target rows without a source are zero."""
+    return _MoveRows.apply(t, move.read, move.blank, move.back, move.unread)
 
 
 def permute_rows(t: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Built once per micro-batch and shared by all layers: for packed batches it is ke
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_mla.parallel import layout
+from megatron_mla.parallel.collectives import RowMove
 
 _ATTRIBUTE = "_megatron_mla_rows"
 
@@ -42,29 +43,25 @@ class AttentionPlan:
 
     Attributes:
         batches: (number of sequences, padded length) of every batched call.
-        query_rows, key_rows: [M] int64, real rows of all batches; under context parallelism keys
-            are counted over all ranks.
-        slots: [M] int64, their places in the padded rows of all batches.
+        queries, keys: rows of this rank, and under context parallelism of all ranks, to the padded
+            rows of all batches; None without batches.
         blocks: what is left, one call each, in query order.
-        worked: [K] int64, places of real rows among the worked rows; None where these are the rows
-            of this rank in order (up to a tail that belongs to no sequence).
-        rows: [K] int64, the rows of this rank that they are.
+        results: worked rows to the rows of this rank; None where they are these in order (up to a
+            tail that belongs to no sequence).
     """
 
     batches: list[tuple[int, int]]
-    query_rows: Tensor | None
-    key_rows: Tensor | None
-    slots: Tensor | None
+    queries: RowMove | None
+    keys: RowMove | None
     blocks: list[CausalBlock]
-    worked: Tensor | None
-    rows: Tensor | None
+    results: RowMove | None
 
 
 # Longer sequences fill a GPU alone, and copying them costs more than a call.
 _BATCHED_LENGTH = 1024
 
 
-def _make_plan(blocks: list[CausalBlock], device) -> AttentionPlan:
+def _make_plan(blocks: list[CausalBlock], num_local: int, num_global: int, device) -> AttentionPlan:
     classes: dict[int, list[CausalBlock]] = {}
     for block in blocks:
         length = block.q_end - block.q_start
@@ -75,7 +72,7 @@ def _make_plan(blocks: list[CausalBlock], device) -> AttentionPlan:
     batched = {block for group in groups for block in group}
     alone = [block for block in blocks if block not in batched]
     if not groups:
-        return AttentionPlan([], None, None, None, alone, None, None)
+        return AttentionPlan([], None, None, alone, None)
     batches, rows, keys, slots, end = [], [], [], [], 0  # (start, length) of every run of rows
     for group in groups:
         longest = max(block.q_end - block.q_start for block in group)
@@ -86,14 +83,26 @@ def _make_plan(blocks: list[CausalBlock], device) -> AttentionPlan:
             slots.append((end, length))
             end += longest
         batches.append((len(group), longest))
-    query_rows, key_rows, batch_slots = (_runs(t).to(device) for t in (rows, keys, slots))
+    places = _runs(slots)
+    queries = RowMove.of(_runs(rows), places, num_local, end)
+    # One move for both where queries and keys are the same rows.
+    keys = queries if rows == keys else RowMove.of(_runs(keys), places, num_global, end)
     for block in alone:
         length = block.q_end - block.q_start
         rows.append((block.q_start, length))
         slots.append((end, length))
         end += length
-    worked, all_rows = (_runs(t).to(device) for t in (slots, rows))
-    return AttentionPlan(batches, query_rows, key_rows, batch_slots, alone, worked, all_rows)
+    results = RowMove.of(_runs(slots), _runs(rows), end, num_local)
+    queries, keys, results = _at(device, queries, keys, results)
+    return AttentionPlan(batches, queries, keys, alone, results)
+
+
+def _at(device, *moves: RowMove) -> list[RowMove]:
+    """``moves`` on ``device``, in one transfer."""
+    names = [field.name for field in fields(RowMove)]
+    tensors = [getattr(move, name) for move in moves for name in names]
+    there = iter(torch.cat(tensors).to(device).split([t.numel() for t in tensors]))
+    return [RowMove(**{name: next(there) for name in names}) for _ in moves]
 
 
 def _runs(runs: list[tuple[int, int]]) -> Tensor:
@@ -164,7 +173,9 @@ class Rows:
     def plan(self) -> AttentionPlan:
         """The causal blocks, the short square ones batched: many short sequences, few calls."""
         if self._plan is None:
-            self._plan = _make_plan(self.causal_blocks(), self.positions.device)
+            self._plan = _make_plan(
+                self.causal_blocks(), self.num_local, self.num_global, self.positions.device
+            )
         return self._plan
 
     def _make_blocks(self):

@@ -13,7 +13,7 @@ from .flags import parse_run
 def main(arguments: list[str] | None = None) -> int:
     """``scripts/pretrain.py`` and ``megatron-mla-pretrain``; see :func:`.main.main`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    _quiet_libraries()
+    quiet_libraries()
     if {"-h", "--help"} & set(arguments):
         parse_run(["--help"])  # prints and exits; nothing that trains has to be imported for it
     from .main import main as run
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run(arguments)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep what Megatron-Core and torch say about themselves from burying what the run says."""
     rank_0 = int(os.environ.get("RANK", "0")) == 0
     warnings.filterwarnings("ignore", module=r"megatron\.")

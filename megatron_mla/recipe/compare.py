@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from .cli import quiet_libraries
+from .flags import parse_run
 from .log import read_log
 
 COMPARED = ("loss", "grad_norm", "valid_loss")
@@ -94,17 +96,27 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of each run")
     parser.add_argument(
-        "--out", default="runs/compare_rope_fusion", help="folder for logs and checkpoints"
+        "--out",
+        default="runs/compare_rope_fusion",
+        help="folder for logs, and for checkpoints of a recipe that saves any",
     )
     options, rest = parser.parse_known_args(arguments)
     out = Path(options.out)
+    quiet_libraries()
+    try:
+        saves = parse_run(rest).checkpoint.save is not None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for name, flags in (("fused", []), ("unfused", ["--no-rope-fusion"])):
         folder = out / name
         if folder.exists():
             print(f"error: --out must have no folder {name!r}, {folder} exists; remove it or name "
                   "another", file=sys.stderr)  # fmt: skip
             return 2
-        where = ["--log-dir", str(folder), "--save", str(folder / "checkpoints")]
+        where = ["--log-dir", str(folder)]
+        if saves:
+            where += ["--save", str(folder / "checkpoints")]
         status, fell_back = _run(options.nproc_per_node, [*rest, *flags, *where])
         if status:
             print(f"error: the {name} run ended with {status}", file=sys.stderr)

@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.common import (  # noqa: E402
+    LEAD_CYCLES,
     append_rows,
     count_kernels,
     held_mib,
@@ -194,7 +195,8 @@ def bench(case: str, quick: bool) -> list[dict]:
             print(f"{case:36s} {name:36s} {saved:8.0f} MiB held until the backward")
             out[0].backward(grad)
             del out
-    medians = times_us(calls, rounds=2 if quick else 5, repeats=5 if quick else 20)
+    rounds, repeats = (2, 5) if quick else (5, 20)
+    medians = times_us(calls, rounds=rounds, repeats=repeats, lead_cycles=LEAD_CYCLES)
     rows = []
     for name, call in calls.items():
         row = {

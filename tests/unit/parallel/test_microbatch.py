@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mla.parallel.collectives import RowMove, move_rows
 from megatron_mla.parallel.layout import rows_of_rank
 from megatron_mla.parallel.microbatch import rows_of_microbatch
 from tests.helpers.layers import packed
@@ -57,11 +58,30 @@ def test_plan_batches_short_sequences_of_like_length_and_leaves_the_rest() -> No
     plan = rows_of(sum(lengths) + 5, params=packed(lengths, device=CPU)).plan()
     assert plan.batches == [(3, 128)]  # 100, 128 and 65; 3 and 700 have no like
     assert [b.q_end - b.q_start for b in plan.blocks] == [2000, 3, 2000, 700]
-    assert torch.equal(plan.query_rows, plan.key_rows)
-    # Every row of a sequence once, none of the tail; no two in one place.
-    assert plan.rows.sort().values.tolist() == list(range(sum(lengths)))
-    assert plan.worked.unique().numel() == plan.worked.numel()
-    assert plan.slots.tolist()[100] == 128  # the second sequence starts behind the padded first
+    total = sum(lengths)
+    assert torch.equal(plan.queries.read, plan.keys.read)
+    # The second sequence starts behind the padded first.
+    assert plan.queries.read.tolist()[:100] == list(range(100))
+    assert plan.queries.blank.tolist()[:28] == list(range(100, 128))
+    assert plan.queries.read.tolist()[128:256] == list(range(2100, 2228))
+    # There and back again; the tail is of no sequence.
+    rows = torch.arange(1.0, total + 6)
+    worked = torch.cat([move_rows(rows, plan.queries)] + [rows[b[0] : b[1]] for b in plan.blocks])
+    assert move_rows(worked, plan.results).tolist() == [*range(1, total + 1), *[0] * 5]
+
+
+@pytest.mark.parametrize("blank", [False, True], ids=["whole", "blank"])
+def test_moved_rows_and_their_gradients(blank) -> None:
+    source = torch.tensor([4, 0, 2] if blank else [2, 0, 1])
+    target = torch.tensor([1, 5, 0] if blank else [1, 2, 0])
+    num_source, num_target = (6, 7) if blank else (3, 3)
+    t = torch.randn(num_source, 2, dtype=torch.float64, requires_grad=True)
+    move = RowMove.of(source, target, num_source, num_target)
+    want = torch.zeros(num_target, 2, dtype=torch.float64).index_copy(0, target, t[source].detach())
+    assert torch.equal(move_rows(t, move), want)
+    assert torch.autograd.gradcheck(lambda t: move_rows(t, move), t)
+    none = RowMove.of(*(torch.zeros(0, dtype=torch.int64),) * 2, 0, 2)
+    assert move_rows(t[:0], none).tolist() == [[0, 0], [0, 0]]
 
 
 def test_plan_without_likes_is_the_blocks() -> None:

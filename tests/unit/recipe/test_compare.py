@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from megatron_mla.recipe.compare import compare_logs, main
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 def write(path, losses, **extra):
@@ -45,5 +48,34 @@ def test_run_without_steps_is_refused(tmp_path) -> None:
 
 def test_folder_of_an_earlier_comparison_is_kept(tmp_path, capsys) -> None:
     (tmp_path / "fused").mkdir()
-    assert main(["--out", str(tmp_path)]) == 2
+    assert main(["--out", str(tmp_path), "--config", str(CONFIGS / "mla_debug_cpu.yaml")]) == 2
     assert "remove it or name another" in capsys.readouterr().err
+
+
+def test_bad_flag_is_refused_before_a_run(tmp_path, capsys) -> None:
+    arguments = ["--config", str(CONFIGS / "mla_debug_cpu.yaml"), "--train-iterz", "3"]
+    assert main(["--out", str(tmp_path), *arguments]) == 2
+    assert "did you mean --train-iters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "saves"), [("mla_debug_cpu", True), ("dsv3_expanded_proxy_h200", False)]
+)
+def test_checkpoints_are_kept_apart_where_a_recipe_saves_any(
+    recipe, saves, tmp_path, monkeypatch
+) -> None:
+    seen = []
+
+    def run(nproc, arguments):
+        seen.append(arguments)
+        folder = tmp_path / ("unfused" if "--no-rope-fusion" in arguments else "fused")
+        folder.mkdir()
+        write(folder / "log.jsonl", [1.0])
+        return 0, ""
+
+    monkeypatch.setattr("megatron_mla.recipe.compare._run", run)
+    assert main(["--out", str(tmp_path), "--config", str(CONFIGS / f"{recipe}.yaml")]) == 0
+    assert len(seen) == 2
+    for arguments, name in zip(seen, ("fused", "unfused"), strict=True):
+        folder = str(tmp_path / name / "checkpoints")
+        assert (folder in arguments) is saves and ("--save" in arguments) is saves
