@@ -116,11 +116,14 @@ def should_use_fused_mla_rope(config) -> bool:
     return True
 
 
-def cudnn_attention_reason(query: torch.Tensor, v_dim: int) -> str | None:
+def cudnn_attention_reason(
+    query: torch.Tensor, v_dim: int, deterministic: bool = False
+) -> str | None:
     """Why torch's cuDNN attention cannot take these tensors, or None.
 
     Args:
         query: [..., qk width], on the device and in the dtype of the attention.
+        deterministic: gradients must have the same bits every time.
     """
     if query.device.type != "cuda":
         return "the tensors are not on a CUDA device"
@@ -128,6 +131,8 @@ def cudnn_attention_reason(query: torch.Tensor, v_dim: int) -> str | None:
         return f"cuDNN attention takes bf16 and fp16, not {query.dtype}"
     if not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
+    if deterministic:
+        return "torch has no deterministic backward of it, and deterministic ones are asked for"
     if torch.cuda.get_device_capability(query.device) < (9, 0):
         return "unequal K and V widths need compute capability 9.0 or later in cuDNN"
     if query.shape[-1] % 8 or v_dim % 8:

@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
 # What only a machine with GPUs can say of the kernels: bits in every dtype, sanitizers, times.
 #
-#   scripts/gpu_check.sh [python]      about 10 minutes; rows of the benchmarks go to benchmarks/
+#   scripts/gpu_check.sh [python]      10 to 15 minutes with pytest-xdist, far longer without; rows of
+#                                      the benchmarks go to benchmarks/
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PY=${1:-python}
 
-"$PY" -m pytest -q tests/unit/kernels tests/unit/test_fusions.py tests/unit/test_selection.py
-"$PY" -m pytest -q tests/unit/attention tests/unit/test_golden.py tests/functional
+# Every shape is a compilation; with pytest-xdist they do not wait for each other.
+ALSO=()
+if "$PY" -c "import xdist" 2>/dev/null; then ALSO=(-n 12); fi
+
+"$PY" -m pytest -q tests/unit/kernels/test_gpu.py # alone: it fills the memory
+"$PY" -m pytest -q "${ALSO[@]}" tests/unit/kernels tests/unit/test_fusions.py tests/unit/test_selection.py \
+    --deselect tests/unit/kernels/test_gpu.py
+"$PY" -m pytest -q "${ALSO[@]}" tests/unit/attention tests/unit/parallel tests/unit/test_golden.py
+"$PY" -m pytest -q tests/functional
 "$PY" -m tests.helpers.exercise_kernels
 if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1) &&
     [ -n "$sanitizer" ]; then

@@ -96,7 +96,7 @@ class SDPACoreAttention(MegatronModule):
         wish = self.config.attention_backend
         if wish in (AttnBackend.unfused, AttnBackend.local):
             return [SDPBackend.MATH], False
-        reason = cudnn_attention_reason(query, v_dim)
+        reason = cudnn_attention_reason(query, v_dim, self._deterministic(query))
         if reason is None:
             say_once("core", "Core attention: cuDNN, through scaled_dot_product_attention.")
             return [
@@ -120,6 +120,18 @@ class SDPACoreAttention(MegatronModule):
             SDPBackend.EFFICIENT_ATTENTION,
             SDPBackend.MATH,
         ], False
+
+    def _deterministic(self, query: Tensor) -> bool:
+        """Whether the same gradients are asked for every time."""
+        strict = torch.are_deterministic_algorithms_enabled()
+        strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+        if self.config.deterministic_mode and query.is_cuda and not strict:
+            # Torch's other backends sum in a fixed order only if it is told so.
+            raise ValueError(
+                "deterministic_mode must come with torch.use_deterministic_algorithms(True), which "
+                "is off; call it before the first step (scripts/pretrain.py does)"
+            )
+        return strict
 
     def _batched(
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, dropout: float

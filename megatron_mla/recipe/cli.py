@@ -32,6 +32,7 @@ def quiet_libraries() -> None:
     if not rank_0:
         warnings.simplefilter("ignore")  # one rank is enough for the rest
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     # That there is no CUDA, which the run says in its own words.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Our own choices, of the core attention for one, are worth a line each.

@@ -1,7 +1,8 @@
 """One recipe twice, with the fused rotary kernels and with ``--no-rope-fusion``, held side by side.
 
 Both paths promise the same bits, so every logged loss and gradient norm has to be the same number;
-what may differ is time and memory.
+what may differ is time and memory. On a GPU that takes --deterministic-mode, because the backward of
+cuDNN's attention is not deterministic in torch; measure time without it.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = Path(options.out)
     quiet_libraries()
     try:
-        saves = parse_run(rest).checkpoint.save is not None
+        run = parse_run(rest)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -115,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
                   "another", file=sys.stderr)  # fmt: skip
             return 2
         where = ["--log-dir", str(folder)]
-        if saves:
+        if run.checkpoint.save is not None:
             where += ["--save", str(folder / "checkpoints")]
         status, fell_back = _run(options.nproc_per_node, [*rest, *flags, *where])
         if status:
@@ -126,6 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
     found = compare_logs(out / "fused" / "log.jsonl", out / "unfused" / "log.jsonl")
     print(_report(found))
+    if found.differences and torch.cuda.is_available() and not run.model.get("deterministic_mode"):
+        print("  On a GPU two runs of one path may differ too; add --deterministic-mode.")
     return 1 if found.differences else 0
 
 

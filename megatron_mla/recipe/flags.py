@@ -34,6 +34,7 @@ The file holds the whole run; every value in it can be overridden here."""
 _EPILOG = """\
 Every other field of MLATransformerConfig is a flag too, underscores as dashes and the value in
 YAML: --moe-router-topk 2, --rope-type yarn, --softmax-scale 0.1, --qk-layernorm, --no-qk-layernorm.
+--deterministic-mode gives the same bits on every run on a GPU too; attention takes longer.
 Defaults above are those of a value that the file leaves out."""
 
 # Model fields shown by --help: name of the field, flag, text.

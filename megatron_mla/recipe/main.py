@@ -55,6 +55,8 @@ def _prepare(run: Run) -> Trainer | None:
         _check_gpus(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     check_run(run, world_size, on_gpu=on_gpu)
     config = make_config(run, on_gpu=on_gpu)
+    if config.deterministic_mode:
+        _make_deterministic()
     stream = open_stream(run.data.data_path, run.data.vocab_size)
     train_part, held_out_part = split(stream, run.data.valid_fraction, run.data.seq_length)
     start = _find_start(run.checkpoint)
@@ -111,6 +113,23 @@ def _prepare(run: Run) -> Trainer | None:
     )
 
 
+def _make_deterministic() -> None:
+    """Same bits from the same run: before the libraries read their variables.
+
+    Raises:
+        ValueError: an environment variable that is set asks for the contrary.
+    """
+    from megatron.training.determinism import apply_determinism_env
+
+    try:
+        apply_determinism_env(os.environ)
+    except AssertionError as error:
+        raise ValueError(f"deterministic_mode cannot be kept: {error} Unset it") from error
+    torch.use_deterministic_algorithms(True)
+    # It would fill every new tensor; ours are written before they are read (the tests fill them).
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def _batches(run: Run, part: Part, share: Share, device: torch.device, *, shuffle: bool) -> Batches:
     return Batches(
         Samples(part, run.data.seq_length, seed=run.training.seed, shuffle=shuffle),
@@ -132,8 +151,9 @@ def _train(trainer: Trainer) -> None:
     minutes = (time.perf_counter() - started) / 60
     line = f"done: step {trainer.progress.iteration} in {minutes:.1f} min"
     if len(held_out) > 1:
-        drop = 100 * (1 - held_out[-1] / held_out[0])
-        line += f", held-out loss {held_out[0]:.3f} -> {held_out[-1]:.3f} ({drop:.0f} % lower)"
+        first, final = held_out[0], held_out[-1]
+        change = f"{100 * abs(1 - final / first):.0f} % {'lower' if final <= first else 'higher'}"
+        line += f", held-out loss {first:.3f} -> {final:.3f} ({change})"
     say(line)
     say(f"  log        {trainer.log.jsonl}")
     if trainer.log.curve.exists():

@@ -155,6 +155,7 @@ def test_script_that_compares_both_paths(tmp_path):
     script = ROOT / "scripts" / "compare_rope_fusion.py"
     config = ("--config", str(ROOT / "configs" / "mla_debug_cpu.yaml"))
     short = ("--train-iters", "2", "--lr-warmup-iters", "1", "--num-layers", "1")
+    short += ("--deterministic-mode",)
     process = subprocess.run(
         [sys.executable, str(script), "--out", str(tmp_path), *config, *SMALL, *ONE_RANK, *short],
         env={**os.environ, **CPU_ONLY},

@@ -200,6 +200,43 @@ def test_cudnn_is_what_runs_on_hopper() -> None:
     assert "cudnn" in names.lower(), names
 
 
+@pytest.fixture
+def fixed_order():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_config", [False, True])
+def test_deterministic_gradients_repeat_bit_for_bit(by_config, fixed_order) -> None:
+    """Of a shape that cuDNN would take; torch has no deterministic backward of its attention."""
+    *tensors, grad = inputs(4096, 16, 192, 128, dtype=torch.bfloat16, device="cuda")
+    rows = rows_of_microbatch(
+        4096, cp_rank=0, cp_size=1, tp_chunks=1, device=torch.device("cuda:0")
+    )
+    core = make_core(0.07, deterministic_mode=by_config)
+
+    def gradients():
+        leaves = [t[:, None].clone().requires_grad_() for t in tensors]
+        out = core(*leaves, rows)
+        return out, *torch.autograd.grad(out, leaves, grad[:, None].flatten(2))
+
+    first = gradients()
+    for _ in range(5):
+        for name, got, want in zip("oqkv", gradients(), first, strict=True):
+            assert torch.equal(got, want), name
+
+
+@pytest.mark.gpu
+def test_deterministic_mode_needs_torch_to_be_deterministic() -> None:
+    q, k, v, _ = inputs(64, 4, 192, 128, dtype=torch.bfloat16, device="cuda")
+    rows = rows_of_microbatch(64, cp_rank=0, cp_size=1, tp_chunks=1, device=torch.device("cuda:0"))
+    core = make_core(0.07, deterministic_mode=True)
+    with pytest.raises(ValueError, match="use_deterministic_algorithms"):
+        core(*(t[:, None] for t in (q, k, v)), rows)
+
+
 @pytest.mark.parametrize(
     "spans",
     [

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_mla.recipe.compare import compare_logs, main
 
@@ -56,6 +57,23 @@ def test_bad_flag_is_refused_before_a_run(tmp_path, capsys) -> None:
     arguments = ["--config", str(CONFIGS / "mla_debug_cpu.yaml"), "--train-iterz", "3"]
     assert main(["--out", str(tmp_path), *arguments]) == 2
     assert "did you mean --train-iters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_other_numbers_on_a_gpu_are_explained(deterministic, tmp_path, monkeypatch, capsys) -> None:
+    def run(nproc, arguments):
+        unfused = "--no-rope-fusion" in arguments
+        folder = tmp_path / ("unfused" if unfused else "fused")
+        folder.mkdir()
+        write(folder / "log.jsonl", [1.0 + unfused])
+        return 0, ""
+
+    monkeypatch.setattr("megatron_mla.recipe.compare._run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = ["--config", str(CONFIGS / "mla_debug_cpu.yaml")]
+    arguments += ["--deterministic-mode"] * deterministic
+    assert main(["--out", str(tmp_path), *arguments]) == 1
+    assert ("--deterministic-mode" in capsys.readouterr().out) is not deterministic
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a user got wrong is one line and exit code 2, before any rank or file exists."""
 
+import os
 import re
 from pathlib import Path
 
@@ -54,3 +55,21 @@ def test_more_ranks_than_gpus_is_refused_with_both_ways_out() -> None:
     _check_gpus(4, 4)
     with pytest.raises(ValueError, match=r"GPUs, 2, got 4; .*nproc-per-node=2.*CUDA_VISIBLE"):
         _check_gpus(2, 4)
+
+
+def test_deterministic_mode_sets_what_the_libraries_read(monkeypatch) -> None:
+    from megatron_mla.recipe.main import _make_deterministic
+
+    monkeypatch.setattr(os, "environ", {})
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        _make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        os.environ["NCCL_ALGO"] = "Tree"
+        with pytest.raises(ValueError, match="deterministic_mode .* NCCL_ALGO='Tree'.* Unset it"):
+            _make_deterministic()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
