@@ -1,8 +1,8 @@
 """One recipe twice, with the fused rotary kernels and with ``--no-rope-fusion``, held side by side.
 
 Both paths promise the same bits, so every logged loss and gradient norm has to be the same number;
-what may differ is time and memory. On a GPU that takes --deterministic-mode, because torch's backward
-of cuDNN attention is not deterministic; measure time without it.
+what may differ is time and memory. On a GPU that takes --deterministic-mode, because torch's
+backward of cuDNN attention is not deterministic; measure time without it.
 """
 
 from __future__ import annotations
