@@ -11,55 +11,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig as _MegatronMLATransformerConfig,
 )
 
+from megatron_mla.config_checks import (
+    DSA_BACKENDS,
+    NEEDS_TE,
+    SUPPORTED,
+    check_dsa,
+    check_positive_int,
+    refuse,
+)
+
 ROPE_TYPES = ("rope", "yarn")
 ROPE_NUMERICS = ("megatron", "fp32")
 DOWN_PROJ_PARALLELISMS = ("duplicated", "column")
 CORE_ATTENTIONS = ("auto", "sdpa", "te")
-DSA_BACKENDS = ("none", "triton")
-
-# Values of Megatron-Core fields that these layers implement; anything else is refused, because
-# ignoring it would train another model than the one asked for. field: (allowed values, way out).
-_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention_output_gate": ((False,), "drop the flag; MLA has no output gate"),
-    "apply_query_key_layer_scaling": ((False,), "drop the flag"),
-    "qk_l2_norm": ((False,), "use qk_layernorm=True, the norm of the latents"),
-    "qk_clip": ((False,), "drop the flag; the core attention does not report its largest logit"),
-    "log_max_attention_logit": ((False,), "drop the flag"),
-    "softmax_type": (("vanilla",), "use softmax_type='vanilla'"),
-    "window_size": ((None,), "drop it; MLA attends to all earlier tokens"),
-    "add_qkv_bias": ((False,), "drop the flag; MLA projections have no bias"),
-    "use_mup": ((False,), "set softmax_scale and the init stds directly"),
-    "cache_mla_latents": ((False,), "export the checkpoint to an inference engine"),
-    "mla_down_proj_fusion": (
-        (False,),
-        "drop the flag; a checkpoint with linear_qkv_down_proj still loads",
-    ),
-    "flash_decode": ((False,), "export the checkpoint to an inference engine"),
-    "fused_single_qkv_rope": ((False,), "drop the flag; it is not for MLA"),
-    "mrope_section": ((None,), "drop it; multimodal RoPE is not for MLA"),
-    "batch_invariant_mode": ((False,), "drop the flag"),
-    "hybrid_context_parallel": ((False,), "use context_parallel_size alone"),
-    "hierarchical_context_parallel_sizes": ((None,), "use context_parallel_size alone"),
-    "delay_wgrad_compute": ((False,), "drop the flag"),
-    "overlap_moe_expert_parallel_comm": ((False,), "drop the flag"),
-    "use_kitchen": ((False,), "drop the flag"),
-    "use_kitchen_attention": ((False,), "drop the flag"),
-    "heterogeneous_block_specs": ((False,), "use one attention form for all layers"),
-    "cuda_graph_impl": (("none",), "use cuda_graph_impl='none'"),
-}
-# Only the modules of Transformer Engine implement these.
-_NEEDS_TE = ("fp8", "fp4", "tp_comm_overlap", "layernorm_zero_centered_gamma")
-
-
-def _refuse(field: str, value: object, condition: str, way_out: str) -> None:
-    raise ValueError(f"{field} {condition}, got {value!r}; {way_out}")
+MLA_FORMS = ("expanded", "absorbed")
 
 
 @dataclass
@@ -97,6 +68,14 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     """"duplicated": every tensor-parallel rank holds the whole q and kv down projections (no
     communication). "column": they are split over tp by output channel (less memory)."""
 
+    mla_form: str = "expanded"
+    """"expanded": keys and values of every head are made from the latent; the fast form for
+    training. "absorbed": queries meet the latent itself, as in DSA, which is always absorbed. Same
+    parameters, same results up to rounding."""
+
+    dsa_indexer_weights_fp32: bool = False
+    """Project the indexer's head weights in fp32 and keep them so; the parameter stays as it is."""
+
     mla_core_attention: str = "auto"
     """"sdpa": torch's scaled_dot_product_attention. "te": Transformer Engine's. "auto": "te" with
     transformer_impl="transformer_engine", else "sdpa"."""
@@ -106,10 +85,10 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
         self._validate_supported()
         self._validate_rope()
         self._validate_parallel()
-        self._validate_dsa()
+        check_dsa(self)
         fusion, backend = self.apply_rope_fusion, self.dsa_kernel_backend
         if backend not in (*DSA_BACKENDS, "tilelang", "cudnn"):
-            _refuse("dsa_kernel_backend", backend, f"must be one of {DSA_BACKENDS}", "use 'none'")
+            refuse("dsa_kernel_backend", backend, f"must be one of {DSA_BACKENDS}", "use 'none'")
         # Stock validation refuses fused RoPE for plain RoPE and DSA and knows no "triton"; those
         # limits are of its kernels, not of ours.
         self.apply_rope_fusion = False
@@ -154,20 +133,20 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
 
     def _validate_widths(self) -> None:
         for field in ("hidden_size", "num_layers", "num_attention_heads", "kv_lora_rank"):
-            self._check_positive_int(field)
+            check_positive_int(self, field)
         for field in ("qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim"):
-            self._check_positive_int(field)
+            check_positive_int(self, field)
         if self.q_lora_rank is not None:
-            self._check_positive_int("q_lora_rank", "or None for a plain q projection")
+            check_positive_int(self, "q_lora_rank", "or None for a plain q projection")
         if self.qk_pos_emb_head_dim % 2:
-            _refuse(
+            refuse(
                 "qk_pos_emb_head_dim",
                 self.qk_pos_emb_head_dim,
                 "must be even, because RoPE rotates channels in pairs",
                 f"use {self.qk_pos_emb_head_dim + 1}",
             )
         if not self.multi_latent_attention:
-            _refuse(
+            refuse(
                 "multi_latent_attention",
                 False,
                 "must be True for MLATransformerConfig",
@@ -175,45 +154,38 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
             )
         groups = self.num_query_groups
         if groups is not None and groups != self.num_attention_heads:
-            _refuse(
+            refuse(
                 "num_query_groups",
                 groups,
                 f"must be None or num_attention_heads = {self.num_attention_heads}",
                 "MLA shares one latent between all heads and has no query groups",
             )
 
-    def _check_positive_int(self, field: str, note: str = "") -> None:
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            _refuse(field, value, f"must be a positive integer {note}".rstrip(), f"set {field}")
-
     def _validate_supported(self) -> None:
-        for field, (allowed, way_out) in _SUPPORTED.items():
+        for field, (allowed, way_out) in SUPPORTED.items():
             value = getattr(self, field)
             if value not in allowed:
                 wanted = " or ".join(map(repr, allowed))
-                _refuse(
-                    field, value, f"is not supported by MLA layers other than {wanted}", way_out
-                )
+                refuse(field, value, f"is not supported by MLA layers other than {wanted}", way_out)
         if self.transformer_impl not in ("local", "transformer_engine"):
-            _refuse(
+            refuse(
                 "transformer_impl",
                 self.transformer_impl,
                 "must be 'local' or 'transformer_engine'",
                 "use 'local', which needs no further package",
             )
         if self.transformer_impl == "local":
-            for field in _NEEDS_TE:
+            for field in NEEDS_TE:
                 value = getattr(self, field)
                 if value:
-                    _refuse(
+                    refuse(
                         field,
                         value,
                         "needs transformer_impl='transformer_engine'",
                         "install megatron-mla[te] and set it, or drop the flag",
                     )
         if self.experimental_attention_variant not in (None, "dsa"):
-            _refuse(
+            refuse(
                 "experimental_attention_variant",
                 self.experimental_attention_variant,
                 "must be None or 'dsa'",
@@ -221,25 +193,34 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
             )
         offloaded = set(self.offload_modules or ()) & {"qkv_linear", "core_attn", "attn_proj"}
         if self.fine_grained_activation_offloading and offloaded:
-            _refuse(
+            refuse(
                 "offload_modules",
                 sorted(offloaded),
                 "must not name parts of the attention",
                 "recompute them instead: recompute_modules=['mla_up_proj', 'core_attn']",
             )
         if self.mla_core_attention not in CORE_ATTENTIONS:
-            _refuse(
+            refuse(
                 "mla_core_attention",
                 self.mla_core_attention,
                 f"must be one of {CORE_ATTENTIONS}",
                 "use 'auto'",
             )
+        if self.mla_form not in MLA_FORMS:
+            refuse("mla_form", self.mla_form, f"must be one of {MLA_FORMS}", "use 'expanded'")
+        if self.is_absorbed and self.mla_core_attention == "te":
+            refuse(
+                "mla_core_attention",
+                "te",
+                "must be 'auto' or 'sdpa' for absorbed attention",
+                "Transformer Engine's core takes heads of 256 channels at most",
+            )
         if not 0.0 <= self.attention_dropout < 1.0:
-            _refuse(
+            refuse(
                 "attention_dropout", self.attention_dropout, "must be in [0, 1)", "MLA models use 0"
             )
         if not self.uses_te_core_attention and self.attention_backend is AttnBackend.flash:
-            _refuse(
+            refuse(
                 "attention_backend",
                 "flash",
                 "is Transformer Engine's; torch's FlashAttention refuses unequal K and V widths",
@@ -247,31 +228,38 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
             )
 
     @property
+    def is_absorbed(self) -> bool:
+        """Whether attention runs over the latent itself."""
+        return self.mla_form == "absorbed" or self.experimental_attention_variant == "dsa"
+
+    @property
     def uses_te_core_attention(self) -> bool:
         """Whether the core attention is Transformer Engine's (``mla_core_attention``)."""
+        if self.is_absorbed:
+            return False
         if self.mla_core_attention == "auto":
             return self.transformer_impl == "transformer_engine"
         return self.mla_core_attention == "te"
 
     def _validate_rope(self) -> None:
         if self.rope_type not in ROPE_TYPES:
-            _refuse("rope_type", self.rope_type, f"must be one of {ROPE_TYPES}", "use 'rope'")
+            refuse("rope_type", self.rope_type, f"must be one of {ROPE_TYPES}", "use 'rope'")
         if self.mla_rope_numerics not in ROPE_NUMERICS:
-            _refuse(
+            refuse(
                 "mla_rope_numerics",
                 self.mla_rope_numerics,
                 f"must be one of {ROPE_NUMERICS}",
                 "use 'megatron'",
             )
         if not 0.0 < self.rotary_percent <= 1.0:
-            _refuse(
+            refuse(
                 "rotary_percent",
                 self.rotary_percent,
                 "must be in (0, 1]",
                 "it is the rotated share of qk_pos_emb_head_dim, not of the whole head",
             )
         if self.rotated_width < 2 or self.rotated_width % 2:
-            _refuse(
+            refuse(
                 "rotary_percent",
                 self.rotary_percent,
                 f"leaves {self.rotated_width} of qk_pos_emb_head_dim = {self.qk_pos_emb_head_dim} "
@@ -279,10 +267,10 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
                 "use 1.0",
             )
         if not (math.isfinite(self.rotary_base) and self.rotary_base > 1):
-            _refuse("rotary_base", self.rotary_base, "must be finite and above 1", "use 10000")
+            refuse("rotary_base", self.rotary_base, "must be finite and above 1", "use 10000")
         scale = self.softmax_scale
         if scale is not None and not (math.isfinite(scale) and scale > 0):
-            _refuse(
+            refuse(
                 "softmax_scale",
                 scale,
                 "must be finite and positive",
@@ -291,24 +279,24 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
         for field in ("layernorm_epsilon", "mla_latent_norm_epsilon"):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value > 0):
-                _refuse(field, value, "must be finite and positive", "use 1e-6")
+                refuse(field, value, "must be finite and positive", "use 1e-6")
         if self.rope_type == "yarn":
             if self.rotary_scaling_factor < 1:
-                _refuse(
+                refuse(
                     "rotary_scaling_factor",
                     self.rotary_scaling_factor,
                     "must be at least 1 for YaRN",
                     "use rope_type='rope' for a model without context extension",
                 )
             if self.original_max_position_embeddings < 1:
-                _refuse(
+                refuse(
                     "original_max_position_embeddings",
                     self.original_max_position_embeddings,
                     "must be positive",
                     "it is the context length before extension, e.g. 4096",
                 )
             if not self.beta_fast >= self.beta_slow > 0:
-                _refuse(
+                refuse(
                     "beta_fast, beta_slow",
                     (self.beta_fast, self.beta_slow),
                     "must satisfy beta_fast >= beta_slow > 0",
@@ -318,14 +306,14 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     def _validate_parallel(self) -> None:
         tp = self.tensor_model_parallel_size
         if self.num_attention_heads % tp:
-            _refuse(
+            refuse(
                 "num_attention_heads",
                 self.num_attention_heads,
                 f"must be a multiple of tensor_model_parallel_size = {tp}",
                 "lower tensor_model_parallel_size",
             )
         if self.mla_down_proj_parallelism not in DOWN_PROJ_PARALLELISMS:
-            _refuse(
+            refuse(
                 "mla_down_proj_parallelism",
                 self.mla_down_proj_parallelism,
                 f"must be one of {DOWN_PROJ_PARALLELISMS}",
@@ -338,7 +326,7 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
                 widths["q_lora_rank"] = self.q_lora_rank
             for field, value in widths.items():
                 if value % tp:
-                    _refuse(
+                    refuse(
                         field,
                         value,
                         f"must be a multiple of tensor_model_parallel_size = {tp} with column-"
@@ -349,36 +337,9 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
             kinds = self.cp_comm_type
             for kind in kinds if isinstance(kinds, list) else [kinds]:
                 if kind is not None and kind.replace("_", "").lower() != "allgather":
-                    _refuse(
+                    refuse(
                         "cp_comm_type",
                         self.cp_comm_type,
                         "must be 'all_gather': the latents are gathered, not expanded keys",
                         "pass --cp-comm-type all_gather or use mla_core_attention='te'",
                     )
-
-    def _validate_dsa(self) -> None:
-        if self.experimental_attention_variant != "dsa":
-            return
-        for field in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
-            self._check_positive_int(field, "for experimental_attention_variant='dsa'")
-        if self.q_lora_rank is None:
-            _refuse("q_lora_rank", None, "must be set for DSA", "its indexer reads the q latent")
-        if self.dsa_indexer_head_dim < self.qk_pos_emb_head_dim:
-            _refuse(
-                "dsa_indexer_head_dim",
-                self.dsa_indexer_head_dim,
-                f"must be at least qk_pos_emb_head_dim = {self.qk_pos_emb_head_dim}",
-                "the indexer rotates that many leading channels",
-            )
-        if self.dsa_indexer_rotate_activation and (
-            self.dsa_indexer_head_dim & (self.dsa_indexer_head_dim - 1)
-        ):
-            _refuse(
-                "dsa_indexer_head_dim",
-                self.dsa_indexer_head_dim,
-                "must be a power of two for the Hadamard rotation",
-                "set dsa_indexer_rotate_activation=False",
-            )
-        coeff = self.dsa_indexer_loss_coeff
-        if coeff is not None and not (math.isfinite(coeff) and coeff >= 0):
-            _refuse("dsa_indexer_loss_coeff", coeff, "must be finite and >= 0", "use None or 0")

@@ -20,17 +20,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
 from megatron_mla.attention.core import SDPACoreAttention
+from megatron_mla.attention.dsa import (
+    DSACoreAttention,
+    DSACoreAttentionSubmodules,
+    DSASelfAttention,
+)
+from megatron_mla.attention.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_mla.attention.latent import MLASelfAttentionSubmodules
 from megatron_mla.attention.mla import MLASelfAttention
 from megatron_mla.attention.projections import DuplicatedLinear, LocalNorm
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.selection import te_missing_reason
-
-_NO_DSA = (
-    "experimental_attention_variant must be None, got 'dsa'; this version has the expanded MLA "
-    "layer only"
-)
 
 
 def _require_te(field: str, value: str) -> None:
@@ -47,10 +49,7 @@ def mla_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
 
     Raises:
         ImportError: Transformer Engine is asked for and missing, with the reason.
-        ValueError: the attention variant is not available.
     """
-    if config.experimental_attention_variant is not None:
-        raise ValueError(_NO_DSA)
     duplicated = config.mla_down_proj_parallelism == "duplicated"
     if config.transformer_impl == "transformer_engine":
         _require_te("transformer_impl", "transformer_engine")
@@ -62,16 +61,30 @@ def mla_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
         )
 
         column, row, norm = TEColumnParallelLinear, TERowParallelLinear, TENorm
-        down = TELinear if duplicated else column
+        whole = TELinear
     else:
         column, row, norm = ColumnParallelLinear, RowParallelLinear, LocalNorm
-        down = DuplicatedLinear if duplicated else column
-    core = SDPACoreAttention
+        whole = DuplicatedLinear
+    down = whole if duplicated else column
+    attention, core = MLASelfAttention, SDPACoreAttention
+    if config.is_absorbed:
+        attention = AbsorbedMLASelfAttention
+    if config.experimental_attention_variant == "dsa":
+        attention = DSASelfAttention
+        indexer = DSAIndexerSubmodules(
+            linear_wq_b=whole, linear_wk=whole, k_norm=norm, linear_weights_proj=whole
+        )
+        core = ModuleSpec(
+            module=DSACoreAttention,
+            submodules=DSACoreAttentionSubmodules(
+                indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)
+            ),
+        )
     if config.uses_te_core_attention:
         _require_te("mla_core_attention", "te")
         from megatron.core.extensions.transformer_engine import TEDotProductAttention as core
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,

@@ -67,7 +67,7 @@ class SDPACoreAttention(MegatronModule):
 
         Args:
             query: [L, (B,) H, D]; packed batches have no B.
-            key: [T, (B,) H, D]. value: [T, (B,) H, V].
+            key: [T, (B,) H, D]. value: [T, (B,) H, V]. Or one head, shared by all of the queries.
             rows: which rows these are.
         Returns:
             [L, (B,) H * V] in the dtype of ``query``. Rows past the last packed sequence are zero.
@@ -253,6 +253,8 @@ class _RowMajorGrad(torch.autograd.Function):
 def _causal(q: Tensor, k: Tensor, v: Tensor, *, cudnn: bool, dropout_p: float, scale: float):
     """Causal attention in which the last query sees the last key."""
     rows, keys = q.shape[2], k.shape[2]
+    # One head for all: only here, so that neither copies nor gradients of it are made per head.
+    k, v = (t.expand(-1, q.shape[1], -1, -1) for t in (k, v))
     if rows == keys:
         return scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout_p, scale=scale

@@ -76,6 +76,9 @@ class LatentAttention(MegatronModule):
         pg_collection: process groups; Megatron-Core's global ones when None.
     """
 
+    absorbed = False
+    """Attention runs over the latent itself."""
+
     def __init__(
         self,
         config: MLATransformerConfig,
@@ -120,8 +123,8 @@ class LatentAttention(MegatronModule):
             attn_mask_type=attn_mask_type,
             attention_type="self",
             softmax_scale=self.softmax_scale,
-            k_channels=config.qk_width,
-            v_channels=config.v_head_dim,
+            k_channels=self.k_channels,
+            v_channels=config.kv_lora_rank if self.absorbed else config.v_head_dim,
             cp_comm_type=cp_comm_type,
             pg_collection=pg_collection,
         )
@@ -213,6 +216,13 @@ class LatentAttention(MegatronModule):
         )
 
     @property
+    def k_channels(self) -> int:
+        """Width of what the core attention calls a key."""
+        config = self.config
+        nope = config.kv_lora_rank if self.absorbed else config.qk_head_dim
+        return nope + config.qk_pos_emb_head_dim
+
+    @property
     def q_head_split(self) -> tuple[int, int]:
         """Rows of one head in the query (up) projection: (unrotated, positional)."""
         return self.config.qk_head_dim, self.config.qk_pos_emb_head_dim
@@ -283,6 +293,15 @@ class LatentAttention(MegatronModule):
                 combined = permute_rows(combined, *rows.key_order())
             latent, k_pe = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         return latent, shared_over_tp(k_pe, groups, self.sequence_parallel)
+
+    def _tables(self, rows: Rows, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """cos and sin of every position of the micro-batch; None in a layer without rotation."""
+        if not self.has_rope:
+            return None, None
+        return self.rope_tables.get(rows.num_global, like.dtype, like.device)
+
+    def _quantization(self):
+        return self.config.fp8 or self.config.fp4
 
     def _gathers(self, rows: Rows) -> bool:
         return self.gathers_keys and rows.cp_size > 1

@@ -80,9 +80,6 @@ class MLASelfAttention(LatentAttention):
             checkpoint.discard_output_and_register_recompute(out)
         return self.linear_proj(out)
 
-    def _quantization(self):
-        return self.config.fp8 or self.config.fp4
-
     def _expand(
         self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,9 +93,7 @@ class MLASelfAttention(LatentAttention):
             # The up projection gathered over tp what was gathered over cp; only now is every row
             # here to be put into global order.
             kv, k_pe = (permute_rows(t, *rows.key_order()) for t in (kv, k_pe))
-        cos, sin = None, None
-        if self.has_rope:
-            cos, sin = self.rope_tables.get(rows.num_global, query.dtype, query.device)
+        cos, sin = self._tables(rows, query)
         key_positions = rows.key_positions if self._gathers(rows) else rows.positions
         query = self.rotary.query(query, self.num_heads, cos, sin, rows.positions)
         key, value = self.rotary.key_value(

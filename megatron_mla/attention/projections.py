@@ -55,6 +55,20 @@ class DuplicatedLinear(MegatronModule):
         """Nothing to restore."""
 
 
+def weight_of(linear: torch.nn.Module) -> torch.nn.Parameter:
+    """The weight of a linear layer that is used without calling the layer.
+
+    What waits in front of its forward happens: Megatron-Core's DDP hooks in there to finish the
+    gathering of parameters that it overlaps.
+    """
+    for key, hook in list(linear._forward_pre_hooks.items()):
+        if key in linear._forward_pre_hooks_with_kwargs:
+            hook(linear, (), {})
+        else:
+            hook(linear, ())
+    return linear.weight
+
+
 class LocalNorm(torch.nn.Module):
     """torch's RMSNorm or LayerNorm (``config.normalization``) for Megatron-Core's layers.
 

@@ -9,7 +9,13 @@ from megatron_mla.kernels.rope_ref import rope_ref
 
 
 def rope_concat_ref(
-    nope: Tensor, pe: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
+    nope: Tensor,
+    pe: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    partial: bool = False,
 ) -> Tensor:
     """``[nope | rotated pe]`` in one tensor; pe comes in as pairs and leaves as halves.
 
@@ -19,4 +25,5 @@ def rope_concat_ref(
     Returns:
         [S, (B,) H, N + d].
     """
-    return torch.cat((nope, rope_ref(pe, cos, sin, positions, nope_dim=0)), dim=-1)
+    pe = rope_ref(pe, cos, sin, positions, nope_dim=0, partial=partial)
+    return torch.cat((nope, pe), dim=-1)

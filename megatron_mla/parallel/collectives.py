@@ -33,6 +33,16 @@ def shared_over_tp(t: Tensor, groups: ParallelGroups, sequence_parallel: bool) -
     return copy_to_tensor_model_parallel_region(t, group=groups.tp)
 
 
+def gather_rows_over_tp(t: Tensor, groups: ParallelGroups) -> Tensor:
+    """Sequence-parallel rows of every tp rank -> all rows, for work that all tp ranks do alike.
+
+    Gradients: every rank has the whole gradient already and keeps its own rows; nothing is summed.
+    """
+    return gather_from_sequence_parallel_region(
+        t, tensor_parallel_output_grad=False, group=groups.tp
+    )
+
+
 def rejoin_columns(t: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """Output of a column-parallel down projection -> what a duplicated one gives.
 

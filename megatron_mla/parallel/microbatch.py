@@ -105,14 +105,30 @@ def _at(device, *moves: RowMove) -> list[RowMove]:
     return [RowMove(**{name: next(there) for name in names}) for _ in moves]
 
 
-def _runs(runs: list[tuple[int, int]]) -> Tensor:
+def _runs(runs: list[tuple[int, int]] | Tensor) -> Tensor:
     """Indices of all (start, length), one run after the other, [sum of lengths] int64.
 
     Not one ``arange`` per sequence: thousands of those take longer than the attention.
     """
-    start, length = torch.tensor(runs).unbind(1)
+    start, length = torch.as_tensor(runs).unbind(1)
     offset = start - (length.cumsum(0) - length)  # of a run's indices above their places
     return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
+
+
+class KeyBounds(NamedTuple):
+    """Which keys each row of this rank may see: those from its start to before its end.
+
+    Attributes:
+        starts, ends: [L] int32 on the device, rows of the whole batch in global order; equal for
+            rows that belong to no sequence.
+        host: [2, L] int32, the same on the host.
+        num_rows: rows that see a key, on all context-parallel ranks together.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    host: Tensor
+    num_rows: int
 
 
 @dataclass(eq=False)
@@ -139,9 +155,10 @@ class Rows:
     cp_size: int
     tp_chunks: int
     cu_seqlens_kv: Tensor | None = None
-    _key_order: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _key_orders: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _blocks: list[CausalBlock] | None = field(default=None, repr=False)
     _plan: AttentionPlan | None = field(default=None, repr=False)
+    _bounds: KeyBounds | None = field(default=None, repr=False)
 
     def causal_blocks(self) -> list[CausalBlock]:
         """Every block of causal attention of this rank, in query order; empty ones are left out.
@@ -153,21 +170,27 @@ class Rows:
         return self._blocks
 
     @torch.inference_mode(False)
-    def key_order(self) -> tuple[Tensor, Tensor]:
-        """Index [T] int64 that puts cp-gathered rows into global order, and its inverse."""
-        if self._key_order is None:
+    def key_order(self, tp_chunks: int | None = None) -> tuple[Tensor, Tensor]:
+        """Index [T] int64 that puts cp-gathered rows into global order, and its inverse.
+
+        Args:
+            tp_chunks: tp ranks whose parts were gathered over cp first, and over tp then; None for
+                those of sequence parallelism, 1 for rows that were whole on every tp rank.
+        """
+        tp_chunks = self.tp_chunks if tp_chunks is None else tp_chunks
+        if tp_chunks not in self._key_orders:
             self.causal_blocks()  # checks the lengths; others would index out of bounds
             order = layout.gather_order(
                 self.num_local,
                 self.cp_size,
                 self.cu_seqlens,
-                tp_chunks=self.tp_chunks,
+                tp_chunks=tp_chunks,
                 device=self.positions.device,
             )
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(order.numel(), device=order.device)
-            self._key_order = order, inverse
-        return self._key_order
+            self._key_orders[tp_chunks] = order, inverse
+        return self._key_orders[tp_chunks]
 
     @torch.inference_mode(False)
     def plan(self) -> AttentionPlan:
@@ -177,6 +200,23 @@ class Rows:
                 self.causal_blocks(), self.num_local, self.num_global, self.positions.device
             )
         return self._plan
+
+    @torch.inference_mode(False)
+    def key_bounds(self) -> KeyBounds:
+        """The causal blocks row by row."""
+        if self._bounds is None:
+            host = torch.zeros(2, self.num_local, dtype=torch.int32)
+            blocks = self.causal_blocks()
+            if blocks:
+                q_start, q_end, k_start, k_end = torch.tensor(blocks).unbind(1)
+                length = q_end - q_start
+                rows = _runs(torch.stack((q_start, length), 1))
+                host[0, rows] = k_start.repeat_interleave(length).int()
+                host[1, rows] = _runs(torch.stack((k_end - length + 1, length), 1)).int()
+            # Every rank holds as many rows of a sequence as the others.
+            num_rows = int((host[1] > host[0]).sum()) * self.cp_size
+            self._bounds = KeyBounds(*host.to(self.positions.device), host, num_rows)
+        return self._bounds
 
     def _make_blocks(self):
         if self.cu_seqlens is None:

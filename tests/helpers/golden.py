@@ -31,6 +31,10 @@ _HF_NAMES = {
     "kv_a_layernorm": "kv_layernorm",
     "kv_b_proj": "linear_kv_up_proj",
     "o_proj": "linear_proj",
+    "indexer.wq_b": "core_attention.indexer.linear_wq_b",
+    "indexer.wk": "core_attention.indexer.linear_wk",
+    "indexer.k_norm": "core_attention.indexer.k_norm",
+    "indexer.weights_proj": "core_attention.indexer.linear_weights_proj",
 }
 
 
@@ -72,6 +76,28 @@ def config_fields(case: Case) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "add_bias_linear": False,
+        "mla_form": "absorbed" if kind_of(case) == "absorbed" else "expanded",
+        **(_indexer_fields(config, conventions) if kind_of(case) == "dsa" else {}),
+    }
+
+
+def _indexer_fields(config: dict[str, Any], conventions: dict[str, Any]) -> dict[str, Any]:
+    fields = {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_rope_interleaved": conventions["index_rope_layout"] == "pair",
+        "dsa_indexer_k_norm_epsilon": conventions["index_k_norm_eps"],
+        "dsa_indexer_scoring_relu": conventions["index_relu"],
+        "dsa_indexer_rotate_activation": False,
+    }
+    if "index_topk" not in config:  # Megatron-Core's own names, which are ours
+        return fields
+    return {
+        **fields,
+        "dsa_indexer_topk": config["index_topk"],
+        "dsa_indexer_n_heads": config["index_n_heads"],
+        "dsa_indexer_head_dim": config["index_head_dim"],
+        "dsa_indexer_topk_freq": len(config.get("indexer_types", "x")),
+        "dsa_indexer_weights_fp32": True,
     }
 
 

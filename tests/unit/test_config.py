@@ -154,10 +154,10 @@ def test_yarn_fields_are_checked_for_yarn_only() -> None:
 
 
 def test_every_field_of_the_refusal_table_exists_and_defaults_are_supported() -> None:
-    from megatron_mla.config import _SUPPORTED
+    from megatron_mla.config_checks import SUPPORTED
 
     fields = {field.name: field for field in dataclasses.fields(MLATransformerConfig)}
-    for name, (allowed, way_out) in _SUPPORTED.items():
+    for name, (allowed, way_out) in SUPPORTED.items():
         assert fields[name].default in allowed
         assert way_out
 

@@ -46,11 +46,6 @@ def test_folder_holds_cases():
     assert CASES, f"no *.pt in {golden.FOLDER}"
 
 
-@cases("dsa", "absorbed")
-def test_sparse_and_absorbed_layers(case):
-    pytest.skip(f"not yet covered: golden cases of {golden.kind_of(case)} attention")
-
-
 # --- rope ---
 
 
@@ -184,17 +179,33 @@ def test_query_key_value_match_megatron_on_every_rank(case, tables, path, device
             assert_same_numbers(f"grad_{name}, {where}", leaf.grad, case[f"grad_{name}"][rows])
 
 
-# --- dense layers ---
+# --- layers ---
+
+
+def assert_same_keys(case: golden.Case, chosen: dict[int, torch.Tensor]) -> None:
+    """Every row has chosen the keys that the library's row chose, those it may see."""
+    if golden.kind_of(case) != "dsa":
+        assert not chosen
+        return
+    assert chosen.keys() == {1}  # a second layer shares the first one's
+    want = case["topk_mask"]  # [b, s_q, s_k]
+    indices = chosen[1].cpu().transpose(0, 1).long()
+    got = torch.zeros(*want.shape[:2], want.shape[2] + 1, dtype=torch.bool)
+    got.scatter_(2, indices.masked_fill(indices < 0, want.shape[2]), True)
+    assert torch.equal(got[..., :-1], want)
+    assert int((indices >= 0).sum()) == int(want.sum())  # none twice
 
 
 def run_layers(case: golden.Case, dtype: torch.dtype, device: torch.device):
-    """Output, input gradient and weight gradients (by layer prefix and name) of our layers."""
+    """Output, input gradient, weight gradients (by layer prefix and name), indices and losses."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_mla import MLATransformerConfig
+    from megatron_mla.attention.index_sharing import IndexBook, with_index_book
+    from megatron_mla.attention.indexer_loss import IndexerLossLog
     from megatron_mla.specs import mla_attention_spec
 
     fields = golden.config_fields(case)
@@ -212,6 +223,8 @@ def run_layers(case: golden.Case, dtype: torch.dtype, device: torch.device):
             max_seqlen_q=case["max_seqlen"],
             max_seqlen_kv=case["max_seqlen"],
         )
+    book, log = IndexBook(), IndexerLossLog(config.num_layers, device)
+    packed = with_index_book(packed, book)
     layers = {}
     for number, prefix in enumerate(golden.layer_names(case), start=1):
         layer = build_module(
@@ -225,6 +238,7 @@ def run_layers(case: golden.Case, dtype: torch.dtype, device: torch.device):
         extra = [n for n in loaded.missing_keys if not n.endswith("_extra_state")]
         assert not extra and not loaded.unexpected_keys, loaded
         layers[prefix] = layer
+        log.attach(layer)
 
     # A copy: the case itself, which other tests read, must not begin to require gradients.
     hidden = golden.sequence_first(case, "hidden_states").to(device, dtype, copy=True)
@@ -241,7 +255,8 @@ def run_layers(case: golden.Case, dtype: torch.dtype, device: torch.device):
         for name, p in layer.named_parameters()
         if p.grad is not None
     }
-    return x.detach().cpu(), hidden.grad.cpu(), {n: g.cpu() for n, g in grads.items()}
+    grads = {n: g.cpu() for n, g in grads.items()}
+    return x.detach().cpu(), hidden.grad.cpu(), grads, book.chosen, log.read()
 
 
 def expected_grads(case: golden.Case) -> dict[str, torch.Tensor]:
@@ -252,7 +267,7 @@ def expected_grads(case: golden.Case) -> dict[str, torch.Tensor]:
     }
 
 
-@cases("dense")
+@cases("dense", "absorbed", "dsa")
 def test_scales_and_frequencies_match_the_library(case):
     from megatron_mla import MLATransformerConfig
 
@@ -269,10 +284,14 @@ def test_scales_and_frequencies_match_the_library(case):
         assert rel_error(inv_freq(params), case["inv_freq"]) <= 1e-6
 
 
-@cases("dense")
-def test_dense_layer_matches_the_library(case, device, single_rank):
+@cases("dense", "absorbed", "dsa")
+def test_layer_matches_the_library(case, device, single_rank):
     dtype = golden.DTYPES[case["meta"]["dtype"]]
-    output, grad_input, grads = run_layers(case, dtype, device)
+    output, grad_input, grads, chosen, losses = run_layers(case, dtype, device)
+    assert_same_keys(case, chosen)
+    assert losses.keys() == ({1} if "indexer_loss" in case else set())
+    if losses:
+        assert losses[1] == pytest.approx(case["indexer_loss"].item(), rel=FP32_BOUND)
     library = {
         "output": golden.sequence_first(case, "output"),
         "input gradient": golden.sequence_first(case, "grad_input"),
@@ -287,7 +306,7 @@ def test_dense_layer_matches_the_library(case, device, single_rank):
 
     # Two right answers differ in bf16: both are measured by the same case in fp32. The file holds
     # its output and input gradient; for the weights our own layer, held to them, gives the rest.
-    output, grad_input, grads = run_layers(case, torch.float32, device)
+    output, grad_input, grads, *_ = run_layers(case, torch.float32, device)
     truth = {"output": output, "input gradient": grad_input, **grads}
     for name, key in (("output", "ref_output"), ("input gradient", "ref_grad_input")):
         reference = golden.sequence_first(case, key)

@@ -2,7 +2,8 @@
 
 The order of rooms, each may use those to its left:
 
-    config -> selection -> parallel -> rope -> kernels -> fusions -> attention -> specs -> recipe
+    config_checks -> config -> selection -> parallel -> rope -> kernels -> fusions -> attention ->
+    specs -> recipe
 
 Read from the source, imports inside functions and under ``TYPE_CHECKING`` included.
 """
@@ -20,6 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_mla"
 MAX_LINES = 400
 
 ORDER = (
+    "config_checks",
     "config",
     "selection",
     "parallel",

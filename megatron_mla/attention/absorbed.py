@@ -1,0 +1,144 @@
+"""Absorbed multi-latent attention: queries meet the latent itself, which all heads share.
+
+The key half of the up projection is applied to the queries and the value half after the attention,
+so that keys and values of heads are never made. Same parameters and, up to rounding, same results
+as :mod:`megatron_mla.attention.mla`.
+
+Source: DeepSeek-V2, arXiv:2405.04434 section 2.1.3. Legend: as there, and C latent channels; the
+key is ``[C | d]``, its first C channels are the value.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megatron_mla.attention.latent import LatentAttention
+from megatron_mla.attention.projections import weight_of
+from megatron_mla.kernels.absorb_ref import absorb_nope_ref
+from megatron_mla.parallel.collectives import gather_over_cp, permute_rows, shared_over_tp
+from megatron_mla.parallel.microbatch import Rows
+
+
+class AbsorbedMLASelfAttention(LatentAttention):
+    """Multi-latent self-attention in its absorbed form.
+
+    Built by :func:`megatron_mla.specs.mla_attention_spec`; arguments and parameters are those of
+    :class:`~megatron_mla.attention.latent.LatentAttention`.
+    """
+
+    absorbed = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        inference_context=None,
+        rotary_pos_emb=None,
+        rotary_pos_cos=None,
+        rotary_pos_sin=None,
+        rotary_pos_cos_sin=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        sequence_len_offset=None,
+        *,
+        inference_params=None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [l, B, hidden], or [l, 1, hidden] packed.
+            attention_mask: not read; the mask is causal inside each sequence.
+            packed_seq_params: as in :class:`~megatron_mla.attention.mla.MLASelfAttention`.
+        Returns:
+            Output [l, B, hidden] and the bias of ``linear_proj`` (None without one).
+        Raises:
+            ValueError: an argument that MLA has no use for, or lengths that do not fit the ranks.
+        """
+        self._refuse_arguments(
+            key_value_states=key_value_states,
+            inference_context=inference_context,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            rotary_pos_cos_sin=rotary_pos_cos_sin,
+            attention_bias=attention_bias,
+            sequence_len_offset=sequence_len_offset,
+        )
+        rows = self._rows(hidden_states, packed_seq_params)
+        q_latent = self._query_latent(hidden_states)
+        shared = self._shared_latent(hidden_states, rows)
+        wk, wv = self._up_weights()
+        if self.recompute_up_proj:
+            checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self._quantization())
+            absorb = lambda *tensors: self._absorb(*tensors, rows)  # noqa: E731
+            query, key = checkpoint.checkpoint(absorb, q_latent, shared, wk)
+        else:
+            query, key = self._absorb(q_latent, shared, wk, rows)
+
+        latent = self._attend(query, key, rows, hidden_states, q_latent, packed_seq_params)
+        if self.recompute_up_proj:
+            checkpoint.discard_output_and_register_recompute(latent)
+        out = absorb_nope_ref(latent, wv.transpose(1, 2)).flatten(-2)  # [L, B, H * V]
+        return self.linear_proj(out)
+
+    def _up_weights(self) -> tuple[Tensor, Tensor]:
+        """Key and value halves of the up projection of this rank's heads: [H, N, C], [H, V, C]."""
+        weight = weight_of(self.linear_kv_up_proj)
+        n, v = self.kv_head_split
+        return weight.view(self.num_heads, n + v, -1).split([n, v], dim=1)
+
+    def _shared_latent(self, hidden_states: Tensor, rows: Rows) -> Tensor:
+        """[normalised latent | unrotated positional key] of every key row, [keys, B, C + d].
+
+        Whole on every tp rank, whose heads all read it; its gradient is summed over tp here.
+        """
+        config = self.config
+        combined = self._down(self.linear_kv_down_proj, hidden_states)
+        if self.kv_layernorm is not None:
+            widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+            latent, k_pe = combined.split(widths, dim=-1)
+            combined = torch.cat((self.kv_layernorm(latent), k_pe), dim=-1)
+        if not self._gathers(rows):
+            return shared_over_tp(combined, self.groups, self.sequence_parallel)
+        combined = gather_over_cp(combined, self.groups)
+        combined = shared_over_tp(combined, self.groups, self.sequence_parallel)
+        return permute_rows(combined, *rows.key_order())
+
+    def _absorb(
+        self, q_latent: Tensor, shared: Tensor, wk: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """Query [L, B, H, C + d] and key [keys, B, C + d], rotated."""
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        query, _ = up(q_latent)
+        cos, sin = self._tables(rows, query)
+        query = self.rotary.absorb(query, self.num_heads, wk, cos, sin, rows.positions)
+        key = self.rotary.latent_key(shared, cos, sin, rows.key_positions)
+        return query, key
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rows: Rows,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        packed_seq_params,
+    ) -> Tensor:
+        """Weighted latents [L, B, H, C]."""
+
+        def run(query: Tensor, key: Tensor) -> Tensor:
+            key = key.unsqueeze(-2)  # [keys, B, 1, C + d]
+            value = key[..., : self.config.kv_lora_rank]
+            if rows.packed:
+                query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            out = self.core_attention(query, key, value, rows)
+            out = out.unflatten(-1, (self.num_heads, -1))
+            return out.unsqueeze(1) if rows.packed else out
+
+        if self.recompute_core and self.training:
+            return tensor_parallel.checkpoint(run, False, query, key)
+        return run(query, key)

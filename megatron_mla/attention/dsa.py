@@ -1,0 +1,224 @@
+"""DeepSeek sparse attention (DSA): absorbed attention over the keys that an indexer chooses.
+
+Source: DeepSeek-V3.2-Exp; GLM-5 shares indices between layers. Legend: L rows of this
+context-parallel rank, l rows of this rank with sequence parallelism (L / tp), keys rows of all
+context-parallel ranks, B batch, H heads of this rank, C latent, d positional channels, K chosen
+keys per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+
+from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
+from megatron_mla.attention.index_sharing import (
+    IndexBook,
+    index_book_of,
+    shares_indices,
+    source_layer,
+)
+from megatron_mla.attention.indexer_loss import indexer_loss, join_loss
+from megatron_mla.config import MLATransformerConfig
+from megatron_mla.kernels.index_ref import index_topk_ref
+from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
+from megatron_mla.parallel.groups import ParallelGroups
+from megatron_mla.parallel.microbatch import KeyBounds, Rows
+
+
+@dataclass
+class DSACoreAttentionSubmodules:
+    """Parts of the core attention; named as in Megatron-Core's ``DSAttentionSubmodules``."""
+
+    indexer: ModuleSpec | type
+
+
+class DSACoreAttention(MegatronModule):
+    """Chooses keys and attends to them.
+
+    Layers that share indices have no indexer. An indexer without a loss gets no gradient and is
+    frozen, so that overlapped gradient reductions do not wait for it.
+
+    Args:
+        layer_number: 1-based, over all pipeline stages.
+        softmax_scale: dimensionless factor on query-key products.
+        v_channels: C.
+    """
+
+    needs_gathered_keys = True
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: DSACoreAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str = "self",
+        *,
+        softmax_scale: float,
+        v_channels: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.softmax_scale, self.v_channels = softmax_scale, v_channels
+        self.groups = ParallelGroups.from_collection(pg_collection)
+        offset, freq = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+        self.source = source_layer(layer_number, offset, freq)
+        # An IndexerLossLog, set by its ``attach``.
+        self.indexer_loss_log = None
+        self.indexer = None
+        if shares_indices(layer_number, offset, freq):
+            return
+        self.indexer = build_module(
+            submodules.indexer,
+            config=config,
+            groups=self.groups,
+            has_rope=config.layer_has_rope(layer_number),
+        )
+        if not config.dsa_indexer_loss_coeff:
+            self.indexer.requires_grad_(False)
+
+    def forward(
+        self, query: Tensor, key: Tensor, x: Tensor, qr: Tensor, rows: Rows, book: IndexBook | None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [L, B, H, C + d]. key: [keys, B, C + d], in global order.
+            x: [l, B, hidden] and qr: [l, B, Q], what the indexer reads; detached.
+            book: indices of this forward pass.
+        Returns:
+            Weighted latents [L, B, H, C]; rows that see no key are zero.
+        """
+        bounds = rows.key_bounds()
+        given = book is not None and self.source in book.given
+        trains = self._trains_indexer()
+        scored = None
+        if self.indexer is not None and (trains or not given):
+            with torch.set_grad_enabled(trains):
+                scored = self.indexer(x, qr, rows)
+        indices = self._indices(scored, bounds, rows, query.shape[1], book)
+        columns = [
+            sparse_attention_ref(
+                query[:, b],
+                key[:, b],
+                indices[:, b],
+                scale=self.softmax_scale,
+                v_dim=self.v_channels,
+            )
+            for b in range(query.shape[1])
+        ]
+        out = torch.stack(columns, dim=1)
+        if not trains:
+            return out
+        loss = indexer_loss(
+            self.config, self.groups, scored, query, key, bounds, indices, self.softmax_scale
+        )
+        num_rows = int((bounds.host[1] > bounds.host[0]).sum()) * query.shape[1]
+        if self.indexer_loss_log is not None:
+            self.indexer_loss_log.add(self.layer_number, loss, num_rows)
+        if not self.config.calculate_per_token_loss:
+            # The mean over the rows of all context-parallel ranks; Megatron-Core sums over them.
+            loss = loss / max(1, bounds.num_rows * query.shape[1])
+        return join_loss(out, loss)
+
+    def _trains_indexer(self) -> bool:
+        """Whether this call makes an indexer loss: not in evaluation, nor a pass to recompute."""
+        return bool(
+            self.training
+            and torch.is_grad_enabled()
+            and self.config.dsa_indexer_loss_coeff
+            and self.indexer is not None
+            and any(parameter.requires_grad for parameter in self.indexer.parameters())
+        )
+
+    def _indices(
+        self,
+        scored: tuple[Tensor, Tensor, Tensor] | None,
+        bounds: KeyBounds,
+        rows: Rows,
+        batch: int,
+        book: IndexBook | None,
+    ) -> Tensor:
+        """[L, B, K] of this layer: given, its own choice, or the choice of the layer it shares."""
+        if book is not None and self.source in book.given:
+            indices = _check_given(book.given[self.source], self.source, rows.num_local, batch)
+            indices = indices.to(bounds.starts.device)
+            seen = (indices >= bounds.starts[:, None, None]) & (
+                indices < bounds.ends[:, None, None]
+            )
+            indices = indices.masked_fill(~seen, -1)
+        elif self.indexer is not None:
+            q, k, w = (t.detach() for t in scored)
+            how = {
+                "topk": self.config.dsa_indexer_topk,
+                "relu": self.config.dsa_indexer_scoring_relu,
+            }
+            chosen = [
+                index_topk_ref(q[:, b], k[:, b], w[:, b], bounds, **how) for b in range(batch)
+            ]
+            indices = torch.stack(chosen, dim=1)
+        elif book is None or self.source not in book.chosen:
+            raise ValueError(
+                f"layer {self.layer_number} must find the indices of layer {self.source} in the "
+                "index book of its forward pass, got none; call "
+                "megatron_mla.attention.index_sharing.install_index_books(model) once, or pass "
+                "packed_seq_params=with_index_book(...)"
+            )
+        else:
+            return book.chosen[self.source]
+        if book is not None and self.layer_number == self.source:
+            book.chosen[self.layer_number] = indices
+        return indices
+
+
+def _check_given(indices: Tensor, source: int, num_rows: int, batch: int) -> Tensor:
+    """[L, B, K] int32 of indices from outside."""
+    if indices.dim() == 2 and batch == 1:
+        indices = indices.unsqueeze(1)
+    whole = not indices.dtype.is_floating_point and indices.dtype != torch.bool
+    if not whole or indices.dim() != 3 or indices.shape[:2] != (num_rows, batch):
+        raise ValueError(
+            f"given indices of layer {source} must be integers [{num_rows}, {batch}, K], rows of "
+            f"this context-parallel rank and batch, got {indices.dtype} {list(indices.shape)}; cut "
+            "them as the tokens are cut, or pack them as the batch is packed"
+        )
+    return indices.to(torch.int32)
+
+
+class DSASelfAttention(AbsorbedMLASelfAttention):
+    """Absorbed multi-latent self-attention whose core is sparse.
+
+    Built by :func:`megatron_mla.specs.mla_attention_spec` with
+    ``experimental_attention_variant="dsa"``. Parameters are those of the absorbed layer and
+    ``core_attention.indexer.*``.
+    """
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rows: Rows,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        packed_seq_params,
+    ) -> Tensor:
+        book = index_book_of(packed_seq_params)
+
+        # Tensors go in as arguments: what a closure holds is no input of a recomputation.
+        def run(query: Tensor, key: Tensor, x: Tensor, qr: Tensor) -> Tensor:
+            return self.core_attention(query, key, x, qr, rows, book)
+
+        inputs = query, key, hidden_states.detach(), q_latent.detach()
+        if self.recompute_core and self.training:
+            return tensor_parallel.checkpoint(run, False, *inputs)
+        return run(*inputs)
