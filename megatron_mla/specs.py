@@ -11,6 +11,8 @@ Megatron-Core's own specs.
 
 from __future__ import annotations
 
+import copy
+
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -112,8 +114,11 @@ def mla_block_spec(
     if use_te:
         _require_te("transformer_impl", "transformer_engine")
     attention = mla_attention_spec(config)
+    # Megatron-Core's function for GPT blocks asserts that there is no variant; it is ours to add.
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
     block = get_gpt_decoder_block_spec(
-        config,
+        plain,
         use_transformer_engine=use_te,
         normalization=config.normalization,
         vp_stage=vp_stage,

@@ -116,7 +116,9 @@ class AbsorbedMLASelfAttention(LatentAttention):
         query, _ = up(q_latent)
         cos, sin = self._tables(rows, query)
         query = self.rotary.absorb(query, self.num_heads, wk, cos, sin, rows.positions)
-        key = self.rotary.latent_key(shared, cos, sin, rows.key_positions)
+        # Outputs that are discarded must not take with them what they are made of again.
+        in_place = not self.recompute_up_proj
+        key = self.rotary.latent_key(shared, cos, sin, rows.key_positions, in_place=in_place)
         return query, key
 
     def _attend(

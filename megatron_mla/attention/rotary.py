@@ -89,11 +89,14 @@ class Rotary(Protocol):
             [S, B, H, width].
         """
 
-    def latent_key(self, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    def latent_key(
+        self, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, in_place: bool
+    ) -> Tensor:
         """Rotate the trailing d channels of the one key of absorbed attention.
 
         Args:
-            key: [S, B, C + d]; may be overwritten.
+            key: [S, B, C + d].
+            in_place: it may be overwritten.
         Returns:
             [S, B, C + d].
         """
@@ -139,7 +142,7 @@ class EagerRotary:
         how = {"nope_dim": t.shape[-1] - self.rotated, "rope_first": True, **self.how}
         return rope_ref(t, cos, sin, positions, interleaved=interleaved, **how)
 
-    def latent_key(self, key, cos, sin, positions):
+    def latent_key(self, key, cos, sin, positions, *, in_place):
         how = {"nope_dim": key.shape[-1] - self.rotated, **self.how}
         return rope_ref(key.unsqueeze(-2), cos, sin, positions, **how).squeeze(-2)
 
@@ -151,10 +154,11 @@ class FusedRotary:
         # Triton is optional: imported where it is known to be there.
         from megatron_mla.kernels.absorb import absorb_query
         from megatron_mla.kernels.kv_split import rope_kv_split
-        from megatron_mla.kernels.rope import rope_
+        from megatron_mla.kernels.rope import rope, rope_
 
         self.nope_dim, self.rotated = nope_dim, rotated
-        self._rope_, self._kv_split, self._absorb = rope_, rope_kv_split, absorb_query
+        self._rope, self._rope_ = rope, rope_
+        self._kv_split, self._absorb = rope_kv_split, absorb_query
 
     def query(self, query, num_heads, cos, sin, positions):
         # In place, and flat: in-place changes of a view would cost copies of its gradient.
@@ -174,9 +178,11 @@ class FusedRotary:
         how["nope_dim"] = t.shape[-1] // num_heads - self.rotated
         return self._rope_(t, cos, sin, positions, **how).unflatten(-1, (num_heads, -1))
 
-    def latent_key(self, key, cos, sin, positions):
-        how = {"num_heads": 1, "nope_dim": key.shape[-1] - self.rotated}
-        return self._rope_(key, cos, sin, positions, **how)
+    def latent_key(self, key, cos, sin, positions, *, in_place):
+        how = {"nope_dim": key.shape[-1] - self.rotated}
+        if in_place:
+            return self._rope_(key, cos, sin, positions, num_heads=1, **how)
+        return self._rope(key.unsqueeze(-2), cos, sin, positions, **how).squeeze(-2)
 
 
 class NoRotary:
@@ -201,5 +207,5 @@ class NoRotary:
     def lead(self, t, num_heads, cos, sin, positions, *, interleaved):
         return t.unflatten(-1, (num_heads, -1))
 
-    def latent_key(self, key, cos, sin, positions):
-        return key
+    def latent_key(self, key, cos, sin, positions, *, in_place):
+        return key if in_place else key.clone()

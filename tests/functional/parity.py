@@ -43,6 +43,7 @@ class Case:
     gpt: bool = False
     experts: bool = False
     fused: bool = True
+    form: str = "expanded"  # "absorbed" | "dsa" | "dsa_sparse_loss"
 
     @property
     def world(self) -> int:
@@ -55,6 +56,7 @@ class Case:
         parts += ["q" if self.q_lora_rank else "noq", self.rope_type]
         parts += [f"recompute_{self.recompute}"] if self.recompute else []
         parts += [] if self.fused else ["eager"]
+        parts += [] if self.form == "expanded" else [self.form]
         return "-".join(parts + (["experts"] if self.experts else []))
 
 
@@ -83,8 +85,28 @@ def _cases() -> list[Case]:
         cases += [Case(**common, recompute="full"), Case(**common, experts=True)]
     for tp, cp, sp, packed in ((1, 1, False, True), (2, 1, True, False), (2, 2, True, True)):
         cases.append(Case(tp=tp, cp=cp, sp=sp, packed=packed, fused=False))
+    cases += _latent_cases()
     # Of one split after the other: process groups are made once for each.
     return sorted(cases, key=lambda case: (case.world, case.tp))
+
+
+def _latent_cases() -> list[Case]:
+    """Absorbed and sparse attention, in every split; all that they share is checked above."""
+    cases = []
+    for tp, cp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
+        for sp in (False, True) if tp > 1 else (False,):
+            for packed in (False, True):
+                common = {"tp": tp, "cp": cp, "sp": sp, "packed": packed, "rope_type": "rope"}
+                cases.append(Case(**common, form="absorbed"))
+                cases.append(Case(**common, form="dsa_sparse_loss" if packed else "dsa"))
+    for tp, cp, sp, packed in ((2, 1, True, True), (1, 2, False, False), (2, 2, True, False)):
+        common = {"tp": tp, "cp": cp, "sp": sp, "packed": packed}
+        cases.append(Case(**common, form="absorbed", down="column" if tp > 1 else "duplicated"))
+        cases.append(Case(**common, form="dsa", recompute="selective"))
+        cases.append(Case(**common, form="dsa", gpt=True))
+        cases.append(Case(**common, form="dsa_sparse_loss", gpt=True, recompute="full"))
+    cases.append(Case(tp=2, cp=2, sp=True, packed=True, form="dsa", fused=False))
+    return cases
 
 
 CASES = _cases()
@@ -110,6 +132,20 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool, fus
             "moe_shared_expert_intermediate_size": 24,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
+        }
+    if case.form == "absorbed":
+        extra["mla_form"] = "absorbed"
+    elif case.form != "expanded":
+        extra |= {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": 3,
+            "dsa_indexer_head_dim": 16,
+            "dsa_indexer_topk": 6,
+            "dsa_indexer_loss_coeff": 0.5,
+            "dsa_indexer_use_sparse_loss": case.form == "dsa_sparse_loss",
+            # Layers of a GPT share.
+            "dsa_indexer_topk_freq": 2 if case.gpt else 1,
+            "dsa_indexer_rope_interleaved": case.packed,
         }
     return MLATransformerConfig(
         num_layers=2 if case.gpt else 1,
@@ -181,7 +217,7 @@ def shard(name: str, full: torch.Tensor, case: Case) -> torch.Tensor:
     """This tp rank's part of a weight (or of its gradient)."""
     from megatron.core import parallel_state as ps
 
-    if "layernorm" in name or "router" in name:
+    if "layernorm" in name or "router" in name or "indexer" in name:
         return full
     if "down_proj" in name and case.down == "duplicated":
         return full
@@ -211,6 +247,7 @@ def build(case: Case, config, collection):
     """The layer, or a GPT around two of them."""
     from megatron.core.transformer.spec_utils import build_module
 
+    from megatron_mla.attention.index_sharing import install_index_books
     from megatron_mla.specs import mla_attention_spec, mla_block_spec
 
     if not case.gpt:
@@ -219,7 +256,7 @@ def build(case: Case, config, collection):
         ).to(torch.cuda.current_device())
     from megatron.core.models.gpt import GPTModel
 
-    return GPTModel(
+    model = GPTModel(
         config,
         transformer_layer_spec=mla_block_spec(config, pp_rank=0),
         vocab_size=VOCAB,
@@ -228,6 +265,8 @@ def build(case: Case, config, collection):
         share_embeddings_and_output_weights=False,
         pg_collection=collection,
     ).to(torch.cuda.current_device())
+    install_index_books(model)
+    return model
 
 
 def fill(module, dtype, device) -> dict[str, torch.Tensor]:
@@ -236,7 +275,8 @@ def fill(module, dtype, device) -> dict[str, torch.Tensor]:
     weights = {}
     for name, parameter in sorted(module.named_parameters()):
         value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        value = 1 + 0.3 * value if "layernorm" in name else value * parameter.shape[-1] ** -0.5
+        is_norm = "norm" in name and name.endswith("weight")
+        value = 1 + 0.3 * value if is_norm else value * parameter.shape[-1] ** -0.5
         weights[name] = value.to(device, dtype)
     return weights
 
