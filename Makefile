@@ -15,12 +15,12 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTHON ?=
 NPROC ?= 4
-CONFIG ?= configs/mla_debug_cpu.yaml
+CONFIG ?= configs/glm5_dsa_debug.yaml
 
 help:
 	@echo "megatron_mla"
 	@echo
-	@echo "  make train    train a small MLA model on $(NPROC) ranks; extra flags in ARGS,"
+	@echo "  make train    train a small sparse-attention model on $(NPROC) ranks; extra flags in ARGS,"
 	@echo "                e.g. make train ARGS=\"--train-iters 50 --no-rope-fusion\""
 	@echo "                (CONFIG and NPROC choose another recipe and number of processes)"
 	@echo "  make test     run all tests; e.g. make test ARGS=\"tests/unit -k layout\""

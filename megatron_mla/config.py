@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from megatron_mla.config_checks import (
-    DSA_BACKENDS,
     NEEDS_TE,
     SUPPORTED,
     check_dsa,
@@ -76,6 +75,10 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     dsa_indexer_weights_fp32: bool = False
     """Project the indexer's head weights in fp32 and keep them so; the parameter stays as it is."""
 
+    dsa_indexer_stage: str = "joint"
+    """"joint": model and indexer train together. "warmup": attention is dense and nothing but the
+    indexer trains, on the dense loss. "frozen": nothing of the indexer trains."""
+
     mla_core_attention: str = "auto"
     """"sdpa": torch's scaled_dot_product_attention. "te": Transformer Engine's. "auto": "te" with
     transformer_impl="transformer_engine", else "sdpa"."""
@@ -87,8 +90,6 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
         self._validate_parallel()
         check_dsa(self)
         fusion, backend = self.apply_rope_fusion, self.dsa_kernel_backend
-        if backend not in (*DSA_BACKENDS, "tilelang", "cudnn"):
-            refuse("dsa_kernel_backend", backend, f"must be one of {DSA_BACKENDS}", "use 'none'")
         # Stock validation refuses fused RoPE for plain RoPE and DSA and knows no "triton"; those
         # limits are of its kernels, not of ours.
         self.apply_rope_fusion = False

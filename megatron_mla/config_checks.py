@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 DSA_BACKENDS = ("none", "triton")
+DSA_STAGES = ("joint", "warmup", "frozen")
 
 # Values of Megatron-Core fields that these layers implement; anything else is refused, because
 # ignoring it would train another model than the one asked for. field: (allowed values, way out).
@@ -54,6 +55,24 @@ def check_positive_int(config, field: str, note: str = "") -> None:
 
 def check_dsa(config) -> None:
     """Refuse what DeepSeek sparse attention cannot be made of."""
+    backend = config.dsa_kernel_backend
+    if backend in ("tilelang", "cudnn"):
+        refuse(
+            "dsa_kernel_backend",
+            backend,
+            f"must be one of {DSA_BACKENDS}",
+            "those operators of Megatron-Core's own layer take fixed widths and head counts; use "
+            "'none'",
+        )
+    if backend not in DSA_BACKENDS:
+        refuse("dsa_kernel_backend", backend, f"must be one of {DSA_BACKENDS}", "use 'none'")
+    if config.dsa_indexer_stage not in DSA_STAGES:
+        refuse(
+            "dsa_indexer_stage",
+            config.dsa_indexer_stage,
+            f"must be one of {DSA_STAGES}",
+            "use 'joint'",
+        )
     if config.experimental_attention_variant != "dsa":
         return
     for field in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
@@ -85,6 +104,13 @@ def check_dsa(config) -> None:
             config.attention_dropout,
             "must be 0 for DSA",
             "sparse attention drops keys by choosing them",
+        )
+    if config.dsa_indexer_stage == "warmup" and not config.dsa_indexer_loss_coeff:
+        refuse(
+            "dsa_indexer_loss_coeff",
+            config.dsa_indexer_loss_coeff,
+            "must be positive with dsa_indexer_stage='warmup', where nothing else trains",
+            "use 1.0",
         )
     for field in ("dsa_indexer_loss_coeff", "dsa_indexer_k_norm_epsilon"):
         value = getattr(config, field)

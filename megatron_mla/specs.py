@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
 from megatron_mla.attention.core import SDPACoreAttention
@@ -29,6 +30,7 @@ from megatron_mla.attention.dsa import (
     DSACoreAttentionSubmodules,
     DSASelfAttention,
 )
+from megatron_mla.attention.index_sharing import source_layer
 from megatron_mla.attention.indexer import DSAIndexer, DSAIndexerSubmodules
 from megatron_mla.attention.latent import MLASelfAttentionSubmodules
 from megatron_mla.attention.mla import MLASelfAttention
@@ -124,6 +126,9 @@ def mla_block_spec(
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
+    if config.experimental_attention_variant == "dsa":
+        offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        _check_index_sharing(config, range(offset + 1, offset + 1 + len(block.layer_specs)))
     for layer in block.layer_specs:
         layer.submodules.self_attention = attention
         if not use_te:
@@ -132,6 +137,21 @@ def mla_block_spec(
     if not use_te:
         block.layer_norm = LocalNorm
     return block
+
+
+def _check_index_sharing(config: MLATransformerConfig, layers: range) -> None:
+    """Refuse a pipeline stage whose layers would share indices of another stage's layer."""
+    offset, freq = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+    for number in layers:
+        source = source_layer(number, offset, freq)
+        if source not in layers:
+            raise ValueError(
+                "dsa_indexer_topk_freq and dsa_indexer_skip_topk_offset must let every pipeline "
+                f"stage begin with a layer that chooses, got {freq} and {offset}, with which layer "
+                f"{number} of the stage of layers {layers.start} to {layers.stop - 1} shares the "
+                f"indices of layer {source}; begin the stage with layer {source}, or a multiple of "
+                f"{freq} layers behind it"
+            )
 
 
 def mla_layer_spec(config: MLATransformerConfig) -> ModuleSpec:

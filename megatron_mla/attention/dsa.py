@@ -8,6 +8,7 @@ keys per row.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -19,18 +20,25 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
+from megatron_mla.attention.core import SDPACoreAttention
 from megatron_mla.attention.index_sharing import (
     IndexBook,
     index_book_of,
     shares_indices,
     source_layer,
 )
-from megatron_mla.attention.indexer_loss import indexer_loss, join_loss
+from megatron_mla.attention.indexer_loss import indexer_loss, join_loss, overlap_with_dense
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.kernels.index_ref import index_topk_ref
 from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
 from megatron_mla.parallel.groups import ParallelGroups
 from megatron_mla.parallel.microbatch import KeyBounds, Rows
+from megatron_mla.selection import say_once
+
+_NO_KERNELS = (
+    "dsa_kernel_backend='triton': this version has no Triton operators for sparse attention, the "
+    "eager ones run."
+)
 
 
 @dataclass
@@ -75,6 +83,19 @@ class DSACoreAttention(MegatronModule):
         self.source = source_layer(layer_number, offset, freq)
         # An IndexerLossLog, set by its ``attach``.
         self.indexer_loss_log = None
+        # Attention stays dense while the indexer learns what it looks like.
+        self.dense = None
+        if config.dsa_indexer_stage == "warmup":
+            self.dense = SDPACoreAttention(
+                config,
+                layer_number,
+                attn_mask_type,
+                softmax_scale=softmax_scale,
+                k_channels=v_channels + config.qk_pos_emb_head_dim,
+                v_channels=v_channels,
+            )
+        if config.dsa_kernel_backend == "triton":
+            say_once("dsa_kernel_backend", _NO_KERNELS, level=logging.WARNING)
         self.indexer = None
         if shares_indices(layer_number, offset, freq):
             return
@@ -84,7 +105,7 @@ class DSACoreAttention(MegatronModule):
             groups=self.groups,
             has_rope=config.layer_has_rope(layer_number),
         )
-        if not config.dsa_indexer_loss_coeff:
+        if not config.dsa_indexer_loss_coeff or config.dsa_indexer_stage == "frozen":
             self.indexer.requires_grad_(False)
 
     def forward(
@@ -100,36 +121,53 @@ class DSACoreAttention(MegatronModule):
             Weighted latents [L, B, H, C]; rows that see no key are zero.
         """
         bounds = rows.key_bounds()
+        batch = query.shape[1]
         given = book is not None and self.source in book.given
         trains = self._trains_indexer()
         scored = None
         if self.indexer is not None and (trains or not given):
             with torch.set_grad_enabled(trains):
                 scored = self.indexer(x, qr, rows)
-        indices = self._indices(scored, bounds, rows, query.shape[1], book)
-        columns = [
-            sparse_attention_ref(
-                query[:, b],
-                key[:, b],
-                indices[:, b],
-                scale=self.softmax_scale,
-                v_dim=self.v_channels,
-            )
-            for b in range(query.shape[1])
-        ]
-        out = torch.stack(columns, dim=1)
+        log = self.indexer_loss_log
+        measured = log is not None and log.measures_overlap and self.indexer is not None
+        indices = None
+        if self.dense is None or measured:
+            indices = self._indices(scored, bounds, rows, batch, book)
+        if self.dense is None:
+            out = self._sparse(query, key, indices)
+        else:
+            out = self._dense(query, key, rows)
+        if measured:
+            found = overlap_with_dense(self.groups, query, key, bounds, indices, self.softmax_scale)
+            log.add_overlap(self.layer_number, *found)
         if not trains:
             return out
         loss = indexer_loss(
             self.config, self.groups, scored, query, key, bounds, indices, self.softmax_scale
         )
-        num_rows = int((bounds.host[1] > bounds.host[0]).sum()) * query.shape[1]
-        if self.indexer_loss_log is not None:
-            self.indexer_loss_log.add(self.layer_number, loss, num_rows)
+        if log is not None:
+            # The rows of a micro-batch are shared evenly.
+            log.add(self.layer_number, loss, bounds.num_rows // rows.cp_size * batch)
         if not self.config.calculate_per_token_loss:
             # The mean over the rows of all context-parallel ranks; Megatron-Core sums over them.
-            loss = loss / max(1, bounds.num_rows * query.shape[1])
+            loss = loss / max(1, bounds.num_rows * batch)
         return join_loss(out, loss)
+
+    def _dense(self, query: Tensor, key: Tensor, rows: Rows) -> Tensor:
+        key = key.unsqueeze(-2)  # [keys, B, 1, C + d]
+        value = key[..., : self.v_channels]
+        if rows.packed:
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        out = self.dense(query, key, value, rows).unflatten(-1, (query.shape[-2], -1))
+        return out.unsqueeze(1) if rows.packed else out
+
+    def _sparse(self, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+        how = {"scale": self.softmax_scale, "v_dim": self.v_channels}
+        columns = [
+            sparse_attention_ref(query[:, b], key[:, b], indices[:, b], **how)
+            for b in range(query.shape[1])
+        ]
+        return torch.stack(columns, dim=1)
 
     def _trains_indexer(self) -> bool:
         """Whether this call makes an indexer loss: not in evaluation, nor a pass to recompute."""

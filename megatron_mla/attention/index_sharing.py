@@ -10,8 +10,10 @@ Legend: L rows of this context-parallel rank, B batch (absent when packed), K ke
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -79,6 +81,60 @@ def install_index_books(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, TransformerBlock):
             module.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def save_indices(path: Path | str, chosen: Mapping[int, Tensor]) -> None:
+    """Write indices by layer, an ``IndexBook``'s ``chosen`` for instance."""
+    tensors = {
+        number: indices.detach().to("cpu", torch.int32) for number, indices in chosen.items()
+    }
+    torch.save(tensors, path)
+
+
+def load_indices(path: Path | str) -> dict[int, Tensor]:
+    """Read what :func:`save_indices` wrote; an ``IndexBook`` replays it as ``given``.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} must be a recording of indices, got {error}") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(number, int) and isinstance(indices, Tensor) and not indices.is_floating_point()
+        for number, indices in found.items()
+    ):
+        raise ValueError(f"{path} must be a recording of indices by layer, got something else")
+    return found
+
+
+def index_overlap(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """How far two choices for the same rows agree, whatever their order.
+
+    Args:
+        first, second: [..., K] and [..., K'] integer, negative for none.
+    Returns:
+        Keys in common over the keys of the row that has more, over all rows; and the share of rows
+        with the same keys. Rows without a key in both count as the same.
+    Raises:
+        ValueError: the rows are others.
+    """
+    if first.shape[:-1] != second.shape[:-1]:
+        raise ValueError(
+            f"both choices must be for the same rows, got {list(first.shape)} and "
+            f"{list(second.shape)}"
+        )
+    common = most = same = rows = 0
+    # All pairs of a few rows at a time: 16 MiB.
+    step = max(1, (1 << 24) // max(1, first.shape[-1] * second.shape[-1]))
+    pieces = (t.flatten(0, -2).split(step) for t in (first, second))
+    for a, b in zip(*pieces, strict=True):
+        in_both = ((a.unsqueeze(-1) == b.unsqueeze(-2)) & (a >= 0).unsqueeze(-1)).any(-1).sum(-1)
+        larger = torch.maximum((a >= 0).sum(-1), (b >= 0).sum(-1))
+        common, most = common + int(in_both.sum()), most + int(larger.sum())
+        same, rows = same + int((in_both == larger).sum()), rows + len(a)
+    return (common / most if most else 1.0), (same / rows if rows else 1.0)
 
 
 def shares_indices(layer_number: int, offset: int, freq: int) -> bool:

@@ -68,7 +68,7 @@ class _IndexerLoss(torch.autograd.Function):
                 live = (indices[rows] >= 0) & (indices[rows] < k.shape[0])
                 place = indices[rows].masked_fill(~live, 0).long()
                 of_index, of_attention = k[place], key[place]
-            target = _attention(query[rows], of_attention, live, scale)
+            target = summed_attention(query[rows], of_attention, live, scale)
             if sum_heads is not None:
                 sum_heads(target)
             if target.shape[1] == 0:
@@ -99,7 +99,7 @@ class _IndexerLoss(torch.autograd.Function):
         return *grads, *(None,) * 7
 
 
-def _attention(query: Tensor, keys: Tensor, live: Tensor, scale: float) -> Tensor:
+def summed_attention(query: Tensor, keys: Tensor, live: Tensor, scale: float) -> Tensor:
     """Softmax over the live keys of every head, summed over heads: [t, keys]; 0 without any.
 
     Args:

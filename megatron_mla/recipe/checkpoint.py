@@ -172,6 +172,8 @@ def _sharded_state(
         # The one sharding of the distributed optimiser that loads at another tp size.
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
+        # Layers that share indices have no indexer, so layers cannot be stacked into one tensor.
+        "non_homogeneous_layers": model.config.dsa_indexer_topk_freq > 1,
     }
     state = {"model": model.sharded_state_dict(metadata=metadata)}
     if optimizer is not None:

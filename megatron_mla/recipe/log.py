@@ -85,19 +85,25 @@ class Log:
         if self._bar is not None:
             self._bar.update(iteration - self._bar.n)
             self._bar.set_postfix_str(
-                f"loss {values['loss']:.3f} grad {values['grad_norm']:.2f} lr {values['lr']:.1e} "
-                f"{values['tokens_per_s']:.0f} tok/s {values['memory_bytes'] / 2**30:.1f} GiB",
+                f"loss {values['loss']:.3f} {_of_indexer(values)}grad {values['grad_norm']:.2f} "
+                f"lr {values['lr']:.1e} {values['tokens_per_s']:.0f} tok/s "
+                f"{values['memory_bytes'] / 2**30:.1f} GiB",
                 refresh=False,
             )
         if write:
             self._write(iteration, values)
 
-    def held_out(self, iteration: int, loss: float) -> None:
-        """A held-out loss, in nats per token."""
+    def held_out(
+        self, iteration: int, loss: float, overlap: dict[str, float] | None = None
+    ) -> None:
+        """A held-out loss, in nats per token, and the indexers' overlap with dense attention."""
         if not self._active:
             return
-        self._write(iteration, {"valid_loss": loss})
+        overlap = overlap or {}
+        self._write(iteration, {"valid_loss": loss, **overlap})
         line = f"step {iteration}: held-out loss {loss:.4f}"
+        if "indexer_overlap" in overlap:
+            line += f", chosen keys {overlap['indexer_overlap']:.1%} of dense attention's"
         if self._bar is not None:
             self._bar.write(line)
         else:
@@ -131,20 +137,40 @@ class Log:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=(7, 4))
+        sparse = [
+            (read_log(self.jsonl, name), label)
+            for name, label in (
+                ("indexer_loss", "indexer loss"),
+                ("indexer_overlap", "overlap with dense top-k"),
+            )
+        ]
+        panels = [(points, label) for points, label in sparse if points]
+        figure, all_axes = pyplot.subplots(
+            1 + len(panels), figsize=(7, 4 + 2 * len(panels)), squeeze=False, sharex=True
+        )
+        axes = all_axes[0, 0]
         for name, label, style in (
             ("loss", "training", {"linewidth": 0.8}),
             ("valid_loss", "held out", {"marker": "o", "markersize": 3}),
         ):
             points = read_log(self.jsonl, name)
             axes.plot(list(points), list(points.values()), label=label, **style)
-        axes.set_xlabel("step")
         axes.set_ylabel("loss (nats per token)")
-        axes.grid(alpha=0.3)
         axes.legend()
+        for panel, (points, label) in zip(all_axes[1:, 0], panels, strict=True):
+            style = {"marker": "o", "markersize": 3} if len(points) < 50 else {"linewidth": 0.8}
+            panel.plot(list(points), list(points.values()), **style)
+            panel.set_ylabel(label)
+        for panel in all_axes[:, 0]:
+            panel.grid(alpha=0.3)
+        all_axes[-1, 0].set_xlabel("step")
         figure.tight_layout()
         figure.savefig(self.curve, dpi=120)
         pyplot.close(figure)
+
+
+def _of_indexer(values: dict[str, float | int]) -> str:
+    return f"indexer {values['indexer_loss']:.1e} " if "indexer_loss" in values else ""
 
 
 def read_log(path: Path, name: str) -> dict[int, float]:

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_mla.attention.indexer_loss import IndexerLossLog
+
 from . import checkpoint
 from .batches import Batch, Batches
 from .log import Log, peak_memory, say
-from .model import forward, mean_over_ranks, token_loss
+from .model import forward, indexer_values, mean_over_ranks, token_loss
 from .optim import RunOptimizer
 from .schema import Run
 
@@ -39,6 +42,7 @@ class Trainer:
     layout: checkpoint.Layout
     progress: checkpoint.Progress
     data_parallel_size: int
+    indexer_log: IndexerLossLog | None = None
 
     def __post_init__(self) -> None:
         config = self.model.config
@@ -73,6 +77,8 @@ class Trainer:
     def evaluate(self) -> float:
         """Held-out loss in nats per token, over the same samples every time."""
         self.model.eval()
+        if self.indexer_log is not None:
+            self.indexer_log.measures_overlap = True
         reports: list[Tensor] = []
         batches = self.held_out.from_sample(0)
         with torch.no_grad():
@@ -80,7 +86,11 @@ class Trainer:
                 reports += self._forward_backward(batches, forward_only=True)
         self.model.train()
         loss, _ = mean_over_ranks(reports)
-        self.log.held_out(self.progress.iteration, loss)
+        overlap = {}
+        if self.indexer_log is not None:
+            self.indexer_log.measures_overlap = False
+            overlap = indexer_values("indexer_overlap", self.indexer_log.read_overlap(_all_rows()))
+        self.log.held_out(self.progress.iteration, loss, overlap)
         return loss
 
     def save(self) -> None:
@@ -123,6 +133,8 @@ class Trainer:
             "memory_bytes": peak_memory(),
             "consumed_samples": self.progress.consumed_samples,
         }
+        if self.indexer_log is not None:
+            values |= indexer_values("indexer_loss", self.indexer_log.read(_all_rows()))
         self.log.step(done, values, write=done % self.run.logging.log_interval == 0)
 
     def _forward_backward(self, batches: Iterator[Batch], *, forward_only: bool) -> list[Tensor]:
@@ -137,6 +149,11 @@ class Trainer:
             micro_batch_size=numbers.micro_batch_size,
             forward_only=forward_only,
         )
+
+
+def _all_rows() -> torch.distributed.ProcessGroup:
+    """The ranks that share the rows of a step."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:

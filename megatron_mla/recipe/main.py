@@ -18,7 +18,14 @@ from .batches import Batches, Samples, Share
 from .flags import parse_run
 from .log import Log, read_log, say
 from .loop import Trainer, bare
-from .model import check_run, count_parameters, make_config, make_model, pad_multiple
+from .model import (
+    check_run,
+    count_parameters,
+    make_config,
+    make_indexer_log,
+    make_model,
+    pad_multiple,
+)
 from .optim import RunOptimizer, make_optimizer, make_scheduler
 from .schema import Checkpoint, Run
 from .text import Part, open_stream, split
@@ -110,6 +117,7 @@ def _prepare(run: Run) -> Trainer | None:
         layout=layout,
         progress=progress,
         data_parallel_size=share.dp_size,
+        indexer_log=make_indexer_log(bare(model), device),
     )
 
 

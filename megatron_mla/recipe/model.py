@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -15,6 +15,9 @@ from megatron_mla.parallel.layout import check_divisible, padding_multiple
 
 from .batches import Batch
 from .schema import Run
+
+if TYPE_CHECKING:
+    from megatron_mla.attention.indexer_loss import IndexerLossLog
 
 # What the DeepSeek family has and Megatron-Core's defaults have not; a run file may override it.
 _FAMILY_DEFAULTS: dict[str, Any] = {
@@ -170,6 +173,8 @@ def check_run(run: Run, world_size: int, *, on_gpu: bool) -> None:
 
 def make_model(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> DistributedDataParallel:
     """GPTModel with our MLA layers, inside Megatron-Core's DDP (fp32 gradient buffers)."""
+    from megatron_mla.attention.index_sharing import install_index_books
+    from megatron_mla.attention.indexer_loss import freeze_for_stage
     from megatron_mla.specs import mla_block_spec
 
     model: torch.nn.Module = GPTModel(
@@ -180,6 +185,9 @@ def make_model(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> Distr
         position_embedding_type="none",  # MLA rotates its own positional channels
         share_embeddings_and_output_weights=False,
     )
+    if config.experimental_attention_variant == "dsa":
+        install_index_books(model)
+        freeze_for_stage(model, config)
     if on_gpu:
         model.cuda()
     if config.bf16:
@@ -190,6 +198,26 @@ def make_model(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> Distr
         grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu, overlap_grad_reduce=on_gpu
     )
     return DistributedDataParallel(config, ddp, model)
+
+
+def make_indexer_log(model: torch.nn.Module, device: torch.device) -> IndexerLossLog | None:
+    """Log of the indexers of a sparse-attention model; None for others."""
+    from megatron_mla.attention.indexer_loss import IndexerLossLog
+
+    config = model.config
+    if config.experimental_attention_variant != "dsa":
+        return None
+    log = IndexerLossLog(config.num_layers + (config.mtp_num_layers or 0), device)
+    log.attach(model)
+    return log
+
+
+def indexer_values(name: str, by_layer: dict[int, float]) -> dict[str, float]:
+    """Entries of a run's log: the mean over layers, and every layer."""
+    if not by_layer:
+        return {}
+    mean = sum(by_layer.values()) / len(by_layer)
+    return {name: mean, **{f"{name}_layer_{n}": value for n, value in by_layer.items()}}
 
 
 def count_parameters(model: torch.nn.Module) -> int:

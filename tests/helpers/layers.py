@@ -8,6 +8,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_mla import MLATransformerConfig
 from megatron_mla.specs import mla_attention_spec
+from tests.helpers.close import assert_close
 
 SMALL = {
     "num_layers": 1,
@@ -25,6 +26,17 @@ SMALL = {
     "hidden_dropout": 0.0,
     "apply_rope_fusion": False,
 }
+
+
+DSA = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": 5,
+    "dsa_indexer_loss_coeff": 0.5,
+}
+# Prefix of the names of the indexer's parameters.
+INDEXER = "core_attention.indexer."
 
 
 def small_config(**changes) -> MLATransformerConfig:
@@ -70,3 +82,87 @@ def gradients(layer, x, grad, **kwargs):
     out, _ = layer(x, None, **kwargs)
     out.backward(grad)
     return out.detach(), x.grad, {n: p.grad.clone() for n, p in layer.named_parameters()}
+
+
+def dsa_layer(layer_number: int = 1, **changes) -> torch.nn.Module:
+    """A small layer of sparse attention; needs the ``single_rank`` fixture."""
+    return small_layer(layer_number, **{**DSA, **changes})
+
+
+def hidden(rows: int = 24, batch: int = 1, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    """Random hidden states of the small layers, [rows, batch, 48]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, batch, 48, generator=generator).to(torch.cuda.current_device(), dtype)
+
+
+def trained_gradients(layer, x, grad, **kwargs):
+    """As :func:`gradients`, for layers of which parts may be frozen: those have no gradient."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad(set_to_none=True)
+    out, _ = layer(x, None, **kwargs)
+    out.backward(grad)
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    return out.detach(), x.grad, grads
+
+
+def assert_same_bits(got, want) -> None:
+    """Output, input gradient and weight gradients of two runs are equal bit for bit."""
+    assert torch.equal(got[0], want[0]), "output"
+    assert torch.equal(got[1], want[1]), "input gradient"
+    assert got[2].keys() == want[2].keys()
+    for name, grad in want[2].items():
+        assert torch.equal(got[2][name], grad), name
+
+
+def without_indexer(answer):
+    """Output, input gradient and the weight gradients of all but the indexer."""
+    return *answer[:2], {n: g for n, g in answer[2].items() if not n.startswith(INDEXER)}
+
+
+def dense_twin(layer, chosen=None, **changes) -> torch.nn.Module:
+    """A dense layer with the weights of a layer of sparse attention, the oracle of its results.
+
+    Args:
+        chosen: [L, B, K], -1 for none: expanded attention, masked so that rows see these alone.
+            None: absorbed attention over all keys.
+        changes: fields of the layer; those of the indexer are left out.
+    """
+    changes = {name: value for name, value in changes.items() if not name.startswith("dsa")}
+    twin = small_layer(mla_form="absorbed" if chosen is None else "expanded", **changes)
+    weights = {n: w for n, w in layer.state_dict().items() if not n.startswith(INDEXER)}
+    twin.load_state_dict(weights, strict=True)
+    if chosen is not None:
+        twin.core_attention = MaskedCore(chosen, layer.core_attention.softmax_scale)
+    return twin
+
+
+class MaskedCore(torch.nn.Module):
+    """Core attention over all keys, with a mask that leaves each row the keys it has chosen."""
+
+    def __init__(self, chosen, scale):
+        super().__init__()
+        self.chosen, self.scale = chosen.long(), scale
+
+    def forward(self, query, key, value, rows):
+        if rows.packed:
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+        slots = self.chosen.masked_fill(self.chosen < 0, len(key))
+        mask = torch.zeros(*slots.shape[:2], len(key) + 1, dtype=torch.bool, device=key.device)
+        mask = mask.scatter(2, slots, True)[..., :-1].unsqueeze(2)  # [L, B, 1, S]
+        scores = torch.einsum("tbhe,sbhe->tbhs", query, key) * self.scale
+        # A finite stand-in: rows without a key shall give 0.
+        weights = scores.masked_fill(~mask, -1e30).softmax(-1) * mask
+        out = torch.einsum("tbhs,sbhv->tbhv", weights, value).flatten(2)
+        return out.squeeze(1) if rows.packed else out
+
+
+def assert_close_answers(got, want) -> None:
+    """Output, input gradient and weight gradients agree up to rounding (fp32)."""
+    assert got[2].keys() == want[2].keys()
+    names = "output", "input gradient", *got[2]
+    pairs = zip((*got[:2], *got[2].values()), (*want[:2], *want[2].values()), strict=True)
+    for name, pair in zip(names, pairs, strict=True):
+        if pair[1].any():
+            assert_close(name, *pair, rel=1e-5, reason="the same sums in another order")
+        else:  # one key has weight 1 whatever the query: the truth is 0
+            assert pair[0].abs().max() < 1e-5, name

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from megatron_mla.attention.mla import MLASelfAttention
-from megatron_mla.specs import mla_attention_spec, mla_block_spec, mla_layer_spec
+from megatron_mla.specs import (
+    _check_index_sharing,
+    mla_attention_spec,
+    mla_block_spec,
+    mla_layer_spec,
+)
 from tests.helpers.layers import small_config
 
 EXPERTS = {
@@ -74,12 +79,36 @@ def test_te_without_te_is_an_error_with_the_reason(monkeypatch) -> None:
             mla_attention_spec(small_config(**changes))
 
 
-def test_dsa_is_refused_until_it_exists() -> None:
+DSA = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "source"),
+    [(range(1, 7), None), (range(7, 11), None), (range(5, 9), (5, 3)), (range(8, 9), (8, 7))],
+    ids=str,
+)
+def test_stage_that_shares_another_stages_indices_is_refused(layers, source) -> None:
+    """GLM-5.2: layers 1, 2, 3, 7, 11, ... choose."""
     config = small_config(
-        experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=2,
-        dsa_indexer_head_dim=16,
-        dsa_indexer_topk=4,
+        **DSA, num_layers=12, dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=3
     )
-    with pytest.raises(ValueError, match="experimental_attention_variant"):
-        mla_attention_spec(config)
+    if source is None:
+        _check_index_sharing(config, layers)
+        return
+    with pytest.raises(ValueError, match="layer {} of the stage .* layer {};".format(*source)):
+        _check_index_sharing(config, layers)
+
+
+def test_pipeline_split_of_shared_indices_is_checked_where_specs_are_made(single_rank) -> None:
+    fields = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    config = small_config(**DSA, **fields, dsa_indexer_topk_freq=2)
+    assert len(mla_block_spec(config, pp_rank=1).layer_specs) == 2
+    config = small_config(**DSA, **fields, dsa_indexer_topk_freq=4)
+    mla_block_spec(config, pp_rank=0)
+    with pytest.raises(ValueError, match="begin with a layer that chooses"):
+        mla_block_spec(config, pp_rank=1)

@@ -1,0 +1,260 @@
+"""Choice of keys: the greatest scores a row may see, ties by the lowest index, memory bounded."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_mla.kernels.chunks import row_chunks, seen_keys, visible
+from megatron_mla.kernels.index_ref import index_scores_ref, index_topk_ref
+from tests.helpers.close import assert_close
+from tests.helpers.rotations import examples
+
+RELU = pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
+CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
+
+
+class Bounds(NamedTuple):
+    starts: Tensor
+    ends: Tensor
+    host: Tensor
+
+
+def bounds_of(spans) -> Bounds:
+    host = torch.tensor(list(spans), dtype=torch.int32).reshape(-1, 2).t().contiguous()
+    return Bounds(host[0], host[1], host)
+
+
+def causal(*lengths: int) -> Bounds:
+    """Rows of packed sequences, each of which sees its own past and itself."""
+    starts = [0, *accumulate(lengths)]
+    return bounds_of(
+        (start, start + i + 1)
+        for start, length in zip(starts, lengths, strict=False)
+        for i in range(length)
+    )
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator makes; views make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.calls += 1
+        if not func.is_view:
+            sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)]
+            self.elements = max([self.elements, *sizes])
+        return made
+
+
+def whole(*shape: int, most: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Whole numbers: their scores are exact in fp32, so that an order is right or wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
+
+
+def indexer(rows, keys, heads, width, *, most=2, dtype=torch.float32, seed=0):
+    q = whole(rows, heads, width, most=most, dtype=dtype, seed=seed)
+    k = whole(keys, width, most=most, dtype=dtype, seed=seed + 1)
+    return q, k, whole(rows, heads, most=3, dtype=dtype, seed=seed + 2) / 4
+
+
+def scores_by_hand(q: Tensor, k: Tensor, w: Tensor, relu: bool) -> list[list[float]]:
+    """Python's floats are fp64."""
+    keys, rows = k.tolist(), []
+    for heads, weights in zip(q.tolist(), w.tolist(), strict=True):
+        rows.append([])
+        for key in keys:
+            products = [sum(a * b for a, b in zip(head, key, strict=True)) for head in heads]
+            products = [max(p, 0.0) if relu else p for p in products]
+            rows[-1].append(sum(a * b for a, b in zip(weights, products, strict=True)))
+    return rows
+
+
+def ranked(scores: list[list[float]], bounds: Bounds, width: int) -> list[list[int]]:
+    rows = []
+    for row, start, end in zip(scores, *bounds.host.tolist(), strict=True):
+        best = sorted(range(start, end), key=lambda s, row=row: (-row[s], s))[:width]
+        rows.append(best + [-1] * (width - len(best)))
+    return rows
+
+
+@st.composite
+def spans(draw, most_rows: int = 10):
+    """Bounds of rows and the number of keys: anything, or packed sequences and rows of none."""
+    if draw(st.booleans()):
+        keys = draw(st.integers(1, 14))
+        edge = st.integers(0, keys)
+        rows = draw(st.lists(st.tuples(edge, edge).map(sorted), min_size=1, max_size=most_rows))
+        return bounds_of(rows), keys
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    host = causal(*lengths).host.t().tolist() + [[0, 0]] * draw(st.integers(1, 2))
+    return bounds_of(host), max(sum(lengths), 1)
+
+
+@examples(150)
+@given(
+    spans=spans(), heads=st.integers(1, 9), width=st.integers(1, 40), relu=st.booleans(),
+    most=st.sampled_from([1, 2, 100]), chunk=st.sampled_from([1, 40, 300, 1 << 25]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    seed=st.integers(0, 999), data=st.data(),
+)  # fmt: skip
+def test_choice_is_that_of_sorting_by_hand(
+    spans, heads, width, relu, most, chunk, dtype, seed, data
+) -> None:
+    bounds, keys = spans
+    topk = data.draw(st.integers(1, keys + 3))
+    # Up to 100: 16 bits of a product decide, which scores in bf16 would lose.
+    inputs = indexer(len(bounds.starts), keys, heads, width, most=most, dtype=dtype, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CHUNK, chunk)
+        got = index_topk_ref(*inputs, bounds, topk=topk, relu=relu)
+    assert got.dtype == torch.int32
+    want = ranked(scores_by_hand(*inputs, relu), bounds, min(topk, keys))
+    assert got.tolist() == want
+
+
+def test_ties_among_zeros_go_to_the_lowest_index_every_time() -> None:
+    # ReLU makes 90 % of the scores exact zeros, and the last chosen key is one of many.
+    q, k, w = torch.ones(40, 4, 8), whole(400, 8, most=9), torch.full((40, 4), 0.25)
+    k = -k.abs() - 1
+    positive = torch.randperm(400, generator=torch.Generator().manual_seed(1))[:40]
+    k[positive] = -k[positive]
+    bounds = bounds_of([(0, 400)] * 40)
+    scores = scores_by_hand(q[:1], k, w[:1], True)
+    assert scores[0].count(0.0) == 360
+    want = ranked(scores * 40, bounds, 100)
+    for _ in range(25):
+        assert index_topk_ref(q, k, w, bounds, topk=100).tolist() == want
+
+
+@RELU
+def test_zeros_of_either_sign_are_equal(relu) -> None:
+    k = torch.tensor([[-0.0], [0.0], [-0.0], [0.0]])
+    q = torch.tensor([1.0, -1.0, 1.0]).view(3, 1, 1)
+    w = torch.tensor([1.0, 1.0, -1.0]).view(3, 1)
+    got = index_topk_ref(q, k, w, bounds_of([(0, 4)] * 3), topk=4, relu=relu)
+    assert got.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_choice_is_the_same_with_and_without_gradients_and_makes_no_graph() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (48, 3, 16), (48, 16), (48, 3)
+    plain = [torch.randn(shape, generator=generator) for shape in shapes]
+    leaves = [t.clone().requires_grad_() for t in plain]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        tracked = index_topk_ref(*leaves, causal(17, 31), topk=9)
+    assert not saved
+    assert not tracked.requires_grad
+    assert torch.is_grad_enabled()
+    for inputs in (plain, leaves):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(index_topk_ref(*inputs, causal(17, 31), topk=9), tracked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("chunk", "bound"), [(1 << 12, 1 << 12), (1, 8 * 256)])
+def test_no_tensor_is_larger_than_a_chunk_or_a_row(monkeypatch, chunk, bound, dtype) -> None:
+    inputs = indexer(256, 256, 8, 4, dtype=dtype)
+    whole_scores = ranked(index_scores_ref(*inputs).tolist(), causal(256), 8)
+    monkeypatch.setattr(CHUNK, chunk)
+    with Largest() as made:
+        got = index_topk_ref(*inputs, causal(256), topk=8)
+    assert 0 < made.elements <= bound
+    assert got.tolist() == whole_scores
+
+
+def test_long_rows() -> None:
+    keys = 262_209
+    inputs = indexer(3, keys, 1, 2, most=100)
+    bounds = bounds_of([(0, keys), (7, keys - 1), (keys - 3, keys)])
+    got = index_topk_ref(*inputs, bounds, topk=2048)
+    assert got.tolist() == ranked(index_scores_ref(*inputs).tolist(), bounds, 2048)
+
+
+def test_packed_sequences_choose_as_each_alone(monkeypatch) -> None:
+    lengths = (1040, 1, 700, 1040)
+    q, k, w = indexer(sum(lengths), sum(lengths), 2, 8)
+    monkeypatch.setattr(CHUNK, 1 << 20)
+    got = index_topk_ref(q, k, w, causal(*lengths), topk=512)
+    assert torch.equal(index_topk_ref(q, k, w, causal(*lengths), topk=512), got)
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
+        own = slice(end - length, end)
+        alone = index_topk_ref(q[own], k[own], w[own], causal(length), topk=512)
+        alone = torch.where(alone >= 0, alone + own.start, -1)
+        assert torch.equal(got[own, : alone.shape[1]], alone)
+        assert (got[own, alone.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
+def test_keys_that_a_row_cannot_see_do_not_matter(strange) -> None:
+    q, k, w = indexer(12, 12, 3, 4)
+    want = index_topk_ref(q, k, w, causal(12), topk=5)
+    k[7:] = strange
+    assert torch.equal(index_topk_ref(q, k, w, causal(12), topk=5)[:7], want[:7])
+
+
+@pytest.mark.xfail(reason="keys outside the bounds tie with it at -inf", strict=True)
+def test_a_score_of_minus_infinity_is_no_reason_to_look_elsewhere() -> None:
+    q, k, w = torch.full((2, 1, 1), 1e30), torch.full((4, 1), 1e30), torch.full((2, 1), -1.0)
+    got = index_topk_ref(q, k, w, bounds_of([(0, 2), (2, 4)]), topk=2)
+    assert got.tolist() == [[0, 1], [2, 3]]
+
+
+class TestScores:
+    @RELU
+    @pytest.mark.parametrize("heads", [1, 3, 8])
+    def test_are_the_formula_in_fp32_whatever_the_inputs(self, heads, relu) -> None:
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            inputs = indexer(5, 7, heads, 33, most=100, dtype=dtype)
+            got = index_scores_ref(*inputs, relu=relu)
+            assert got.dtype == torch.promote_types(dtype, torch.float32)
+            assert got.tolist() == scores_by_hand(*inputs, relu)
+
+    @RELU
+    def test_have_the_gradients_of_the_formula(self, relu) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (3, 2, 5), (4, 5), (3, 2)
+        leaves = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+        leaves = [t.requires_grad_() for t in leaves]
+        assert torch.autograd.gradcheck(lambda *t: index_scores_ref(*t, relu=relu), leaves)
+        truth = torch.tensor(scores_by_hand(*leaves, relu), dtype=torch.float64)
+        assert_close("scores", index_scores_ref(*leaves, relu=relu), truth)
+
+
+class TestChunks:
+    @given(rows=st.integers(0, 50), per_row=st.integers(0, 40), limit=st.integers(1, 100))
+    def test_hold_every_row_once_and_as_many_as_fit(self, rows, per_row, limit) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CHUNK, limit)
+            chunks = [range(rows)[chunk] for chunk in row_chunks(rows, per_row)]
+        assert [row for chunk in chunks for row in chunk] == list(range(rows))
+        assert all(len(chunk) == 1 or len(chunk) * per_row <= limit for chunk in chunks)
+        assert all((len(chunk) + 1) * max(per_row, 1) > limit for chunk in chunks[:-1])
+
+    @given(spans=spans(), data=st.data())
+    def test_see_the_keys_from_the_first_to_the_last_that_a_row_sees(self, spans, data) -> None:
+        bounds, keys = spans
+        count = len(bounds.starts)
+        rows = slice(*sorted(data.draw(st.tuples(*[st.integers(0, count)] * 2))))
+        pairs = bounds.host.t().tolist()[rows]
+        seen = [[start <= s < end for s in range(keys)] for start, end in pairs]
+        assert visible(bounds, rows, slice(0, keys)).tolist() == seen
+        some = [s for s in range(keys) if any(row[s] for row in seen)] or [0]
+        got = seen_keys(bounds, rows)
+        assert got == (slice(some[0], some[-1] + 1) if any(map(any, seen)) else slice(0, 0))
+        assert visible(bounds, rows, got).tolist() == [row[got] for row in seen]
