@@ -16,9 +16,11 @@ import copy
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -137,6 +139,42 @@ def mla_block_spec(
     if not use_te:
         block.layer_norm = LocalNorm
     return block
+
+
+def mla_mtp_block_spec(
+    config: MLATransformerConfig,
+    block: TransformerBlockSubmodules,
+    *,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Spec of the multi-token-prediction layers of this stage, for GPTModel's ``mtp_block_spec``.
+
+    Args:
+        block: :func:`mla_block_spec` of the same stage; MTP layers are like its last layer.
+    Returns:
+        None on a stage without MTP layers.
+    Raises:
+        ValueError: an MTP layer would share indices with a layer of the decoder.
+    """
+    use_te = config.transformer_impl == "transformer_engine"
+    mtp = get_gpt_mtp_block_spec(config, block, use_te, vp_stage=vp_stage, pp_rank=pp_rank)
+    if mtp is None:
+        return None
+    first = config.num_layers + 1
+    if config.experimental_attention_variant == "dsa":
+        for number in range(first, first + len(mtp.layer_specs)):
+            _check_index_sharing(config, range(number, number + 1))
+    layers = []
+    for shared in mtp.layer_specs:
+        layer = copy.deepcopy(shared)
+        parts = layer.submodules
+        parts.mtp_model_layer.submodules.self_attention.params["layer_offset"] = config.num_layers
+        if not use_te:
+            parts.enorm = parts.hnorm = parts.layer_norm = LocalNorm
+        layers.append(layer)
+    mtp.layer_specs = layers
+    return mtp
 
 
 def _check_index_sharing(config: MLATransformerConfig, layers: range) -> None:

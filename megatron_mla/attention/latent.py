@@ -72,6 +72,8 @@ class LatentAttention(MegatronModule):
     Args:
         config: an :class:`~megatron_mla.config.MLATransformerConfig`.
         layer_number: 1-based, over all pipeline stages; chooses ``no_rope_freq``'s entry.
+        layer_offset: layers in front of layer 1, for Megatron-Core numbers MTP layers from 1 again:
+            those of the decoder.
         attn_mask_type: causal; a mask tensor handed to ``forward`` is not read.
         pg_collection: process groups; Megatron-Core's global ones when None.
     """
@@ -89,6 +91,7 @@ class LatentAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
+        layer_offset: int = 0,
     ) -> None:
         super().__init__(config=config)
         if not isinstance(config, MLATransformerConfig):
@@ -98,7 +101,7 @@ class LatentAttention(MegatronModule):
             )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.layer_number = layer_number
+        self.layer_number = layer_number = layer_number + layer_offset
         self.groups = ParallelGroups.from_collection(pg_collection)
         self.tp_group = self.groups.tp
         self._check_groups()

@@ -4,9 +4,9 @@
     python scripts/bench/layer.py --only deepseek-v3  # one
     python scripts/bench/layer.py --quick             # about a minute
 
-Stock layers are timed where Transformer Engine is installed. All layers of a case hold the same
-weights; the run stops if one of them does not compute what the first one does. Rows go to
-benchmarks/layer.csv.
+Stock layers are timed where Transformer Engine is installed; sparse layers (dsa) alone. All layers
+of a case hold the same weights; the run stops if one of them does not compute what the first one
+does. Rows go to benchmarks/layer.csv.
 """
 
 from __future__ import annotations
@@ -58,6 +58,17 @@ DEEPSEEK_V2_LITE = {
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
 }
+GLM_5_DSA = {
+    **GLM_5,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 32,
+    "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048,
+    "dsa_indexer_rope_interleaved": True,
+    "dsa_indexer_rotate_activation": False,
+    "dsa_indexer_loss_coeff": 1.0,
+    "dsa_indexer_use_sparse_loss": True,
+}
 # name: (widths, tokens, packed sequence lengths or None)
 CASES = {
     "deepseek-v3-4096": (DEEPSEEK_V3, 4096, None),
@@ -65,6 +76,10 @@ CASES = {
     "deepseek-v2-lite-16384": (DEEPSEEK_V2_LITE, 16384, None),
     "deepseek-v2-lite-16384-packed-8": (DEEPSEEK_V2_LITE, 16384, [2048] * 8),
     "deepseek-v2-lite-16384-packed-128": (DEEPSEEK_V2_LITE, 16384, [128] * 128),
+    # Peak memory beside that of twice as many tokens says whether it grows linearly.
+    "glm-5-dsa-8192": (GLM_5_DSA, 8192, None),
+    "glm-5-dsa-16384": (GLM_5_DSA, 16384, None),
+    "glm-5-dsa-32768": (GLM_5_DSA, 32768, None),
 }
 
 RECOMPUTED = (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"])
@@ -102,10 +117,14 @@ def build_layers(widths: dict) -> dict[str, torch.nn.Module]:
     layers = {}
 
     def ours(name: str, **changes) -> None:
-        config = MLATransformerConfig(**fields, **changes)
+        config = MLATransformerConfig(**{**fields, **changes})
         layers[name] = build_module(mla_attention_spec(config), config=config, layer_number=1)
 
     ours("ours", apply_rope_fusion=True)
+    if "experimental_attention_variant" in widths:
+        ours("ours without indexer loss", dsa_indexer_loss_coeff=None)
+        print("Stock layers are left out: their sparse attention needs TileLang")
+        return {name: layer.cuda() for name, layer in layers.items()}
     ours("ours unfused", apply_rope_fusion=False)
     for modules in RECOMPUTED:
         ours(

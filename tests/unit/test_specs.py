@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mla.attention.latent import LatentAttention
 from megatron_mla.attention.mla import MLASelfAttention
 from megatron_mla.specs import (
     _check_index_sharing,
     mla_attention_spec,
     mla_block_spec,
     mla_layer_spec,
+    mla_mtp_block_spec,
 )
 from tests.helpers.layers import small_config
 
@@ -112,3 +114,41 @@ def test_pipeline_split_of_shared_indices_is_checked_where_specs_are_made(single
     mla_block_spec(config, pp_rank=0)
     with pytest.raises(ValueError, match="begin with a layer that chooses"):
         mla_block_spec(config, pp_rank=1)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["mla", "dsa"])
+def test_mtp_layers_are_counted_after_the_decoder(sparse, single_rank) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_mla.attention.index_sharing import IndexBook, with_index_book
+    from megatron_mla.attention.indexer_loss import IndexerLossLog
+    from tests.helpers.layers import packed
+
+    dsa = {**DSA, "dsa_indexer_loss_coeff": 1.0, "dsa_indexer_topk_freq": 2} if sparse else {}
+    config = small_config(**dsa, **{"num_layers": 2, "mtp_num_layers": 1})
+    block = mla_block_spec(config)
+    model = GPTModel(
+        config,
+        transformer_layer_spec=block,
+        mtp_block_spec=mla_mtp_block_spec(config, block),
+        vocab_size=64,
+        max_sequence_length=16,
+        position_embedding_type="none",
+    ).to(torch.cuda.current_device())
+    numbers = [m.layer_number for m in model.modules() if isinstance(m, LatentAttention)]
+    assert numbers == [1, 2, 3]
+    log = IndexerLossLog(3, torch.cuda.current_device())
+    log.attach(model)
+    tokens = torch.arange(16, device=torch.cuda.current_device())[None]
+    book = IndexBook()
+    params = with_index_book(packed([12, 4]), book)
+    loss = model(tokens, None, None, labels=tokens, packed_seq_params=params)
+    loss.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert set(log.read()) == set(book.chosen) == ({1, 3} if sparse else set())
+
+
+def test_mtp_layer_that_would_share_indices_is_refused(single_rank) -> None:
+    config = small_config(**DSA, **{"num_layers": 3, "mtp_num_layers": 1}, dsa_indexer_topk_freq=4)
+    with pytest.raises(ValueError, match="layer 4 of the stage .* layer 1;"):
+        mla_mtp_block_spec(config, mla_block_spec(config))

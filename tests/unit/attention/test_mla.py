@@ -257,3 +257,15 @@ def test_training_after_inference_mode(is_packed) -> None:
     out, _, grads = gradients(layer, x, torch.ones_like(x), packed_seq_params=params)
     assert torch.equal(out, quiet)
     assert all(torch.isfinite(g).all() for g in grads.values())
+
+
+def test_weight_used_without_its_layer_waits_for_what_its_forward_waits_for(single_rank) -> None:
+    """DDP hooks into the forward of every module to finish an overlapped parameter gather."""
+    layer = small_layer(mla_form="absorbed")
+    plain, with_kwargs = [], []
+    layer.linear_kv_up_proj.register_forward_pre_hook(lambda m, args: plain.append(args))
+    layer.linear_kv_up_proj.register_forward_pre_hook(
+        lambda m, args, kwargs: with_kwargs.append((args, kwargs)), with_kwargs=True
+    )
+    layer(hidden(), None)
+    assert plain == [()] and with_kwargs == [((), {})]

@@ -74,3 +74,18 @@ def test_missing_or_broken_extra_is_said_in_one_line(tmp_path, monkeypatch, caps
     assert len(lines) == 1
     assert module in lines[0] and "pip install 'megatron-mla[train]'" in lines[0]
     assert json.loads(own.jsonl.read_text())["loss"] == 2.5
+
+
+def test_curve_has_a_panel_for_each_value_of_the_indexers(tmp_path, monkeypatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    seen = []
+    subplots = pyplot.subplots
+    monkeypatch.setattr(pyplot, "subplots", lambda n, **how: seen.append(n) or subplots(n, **how))
+    for folder, extra in (("plain", {}), ("sparse", {"indexer_loss": 0.5})):
+        own = make(tmp_path / folder)
+        own.held_out(0, 3.0, {"indexer_overlap": 0.25} if extra else None)
+        own.step(1, {"loss": 2.0, **extra}, write=True)
+        own.close()
+        assert own.curve.is_file()
+    assert seen == [1, 3]
+    assert log.read_log(tmp_path / "sparse" / "log.jsonl", "indexer_overlap") == {0: 0.25}
