@@ -102,11 +102,16 @@ class AbsorbedMLASelfAttention(LatentAttention):
             widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
             latent, k_pe = combined.split(widths, dim=-1)
             combined = torch.cat((self.kv_layernorm(latent), k_pe), dim=-1)
-        if not self._gathers(rows):
-            return shared_over_tp(combined, self.groups, self.sequence_parallel)
-        combined = gather_over_cp(combined, self.groups)
-        combined = shared_over_tp(combined, self.groups, self.sequence_parallel)
-        return permute_rows(combined, *rows.key_order())
+        groups, parallel_rows = self.groups, self.sequence_parallel
+        # What is least goes over cp, which may cross machines: a tp rank's own rows, and gradients
+        # of this rank's rows before they are summed over tp.
+        if not parallel_rows:
+            combined = shared_over_tp(combined, groups, parallel_rows)
+        if self._gathers(rows):
+            combined = gather_over_cp(combined, groups)
+        if parallel_rows:
+            combined = shared_over_tp(combined, groups, parallel_rows)
+        return permute_rows(combined, *rows.key_order()) if self._gathers(rows) else combined
 
     def _absorb(
         self, q_latent: Tensor, shared: Tensor, wk: Tensor, rows: Rows

