@@ -65,7 +65,8 @@ def best_keys(scores: Tensor, seen: Tensor, width: int, first: int = 0) -> Tenso
         scores, seen: [rows, keys].
         first: index of the first column.
     """
-    scores = scores.masked_fill(~seen, -torch.inf)
+    # A score that is -inf itself must not tie with keys that are not visible.
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min).masked_fill(~seen, -torch.inf)
     # Stable: equal scores, of which ReLU makes many, stay in the order of their keys.
     order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :width]
     order = (order + first).to(torch.int32)

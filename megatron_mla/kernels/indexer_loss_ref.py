@@ -58,8 +58,8 @@ class _IndexerLoss(torch.autograd.Function):
         if indices is None:
             per_row = heads * k.shape[0]
         else:
-            per_row = indices.shape[1] * max(heads, key.shape[1])
-        for rows in row_chunks(q.shape[0], per_row):
+            per_row = indices.shape[1] * max(heads, k.shape[1], key.shape[1])
+        for rows in row_chunks(q.shape[0] if len(k) else 0, per_row):
             if indices is None:
                 keys = seen_keys(bounds, rows)
                 live = visible(bounds, rows, keys)
@@ -68,13 +68,24 @@ class _IndexerLoss(torch.autograd.Function):
                 live = (indices[rows] >= 0) & (indices[rows] < k.shape[0])
                 place = indices[rows].masked_fill(~live, 0).long()
                 of_index, of_attention = k[place], key[place]
-            target = summed_attention(query[rows], of_attention, live, scale)
+            # What no row sees, and rows that see nothing, count for nothing, whatever they hold.
+            used = live.any(0) if indices is None else live
+            of_index, of_attention = (
+                t.to(wide_dtype(t)).masked_fill(~used.unsqueeze(-1), 0.0)
+                for t in (of_index, of_attention)
+            )
+            seeing = live.any(-1)
+            target = summed_attention(_rows(query[rows], seeing), of_attention, live, scale)
             if sum_heads is not None:
                 sum_heads(target)
             if target.shape[1] == 0:
                 continue
             target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
-            leaves = [t.detach().requires_grad_() for t in (q[rows], of_index, w[rows])]
+            # In fp32 already: a gradient of a leaf has the dtype of the leaf.
+            leaves = [
+                t.detach().requires_grad_()
+                for t in (_rows(q[rows], seeing), of_index, _rows(w[rows], seeing))
+            ]
             with torch.enable_grad():
                 scores = _scores(*leaves, relu)
             log_p, slope = _divergence(scores.detach(), target, live)
@@ -97,6 +108,11 @@ class _IndexerLoss(torch.autograd.Function):
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return *grads, *(None,) * 7
+
+
+def _rows(t: Tensor, seeing: Tensor) -> Tensor:
+    """Rows in fp32, zeros where they see no key."""
+    return t.to(wide_dtype(t)).masked_fill(~seeing.view(-1, *(1,) * (t.dim() - 1)), 0.0)
 
 
 def summed_attention(query: Tensor, keys: Tensor, live: Tensor, scale: float) -> Tensor:
@@ -127,7 +143,9 @@ def _scores(q: Tensor, k: Tensor, w: Tensor, relu: bool) -> Tensor:
 def _divergence(scores: Tensor, target: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over rows of KL(target || softmax of the live scores), and its slope over the scores."""
     any_live = live.any(-1, keepdim=True)
-    log_p = scores.masked_fill(~live, -torch.inf).log_softmax(-1)
+    scores = scores.masked_fill(~live, -torch.inf)
+    # Not log_softmax, whose sum on a CPU is 1e-5 off with 64K keys.
+    log_p = scores - scores.logsumexp(-1, keepdim=True)
     log_p = log_p.masked_fill(~(live & any_live), 0.0)
     # xlogy: 0 log 0 is 0. No constant is added inside the logarithms: with 64K keys the target is
     # 1.5e-5 everywhere, and 1e-10 would not be small beside a student's.

@@ -17,8 +17,8 @@ def sparse_attention_ref(
 ) -> Tensor:
     """Softmax attention of every row over the keys it has chosen; their latents are the values.
 
-    Memory is bounded: rows are worked in chunks, forward and backward, and only the arguments, the
-    output and [T, H] are kept. Sums are in fp32, the output and each gradient are rounded once.
+    Memory is bounded: rows are worked in chunks, forward and backward, and only the arguments are
+    kept. Sums are in fp32, the output and each gradient are rounded once.
 
     Args:
         query: [T, H, D]. key: [S, D], shared by all heads.
@@ -29,6 +29,8 @@ def sparse_attention_ref(
     Returns:
         [T, H, C] in the dtype of ``query``.
     """
+    if indices.shape[1] == 0 or key.shape[0] == 0:
+        indices, key = indices.new_full((len(indices), 1), -1), key.new_zeros(1, key.shape[1])
     return _SparseAttention.apply(query, key, indices, scale, v_dim)
 
 
@@ -36,39 +38,30 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, indices, scale, v_dim):
         out = query.new_empty(*query.shape[:2], v_dim)
-        log_sum = query.new_empty(query.shape[:2], dtype=wide_dtype(query))
         for rows in _chunks(query, key, indices):
             keys, live, _ = _chosen(key, indices[rows])
-            scores = _scores(query[rows], keys, live, scale)
-            largest = scores.amax(-1, keepdim=True)
-            # Rows without a key: finite, and every weight 0.
-            largest = largest.masked_fill(largest == -torch.inf, 0.0)
-            weights = (scores - largest).exp()
-            total = weights.sum(-1, keepdim=True)
-            # An infinite log-sum-exp makes exp(score - it) 0 again in the backward.
-            log_sum[rows] = torch.where(total > 0, largest + total.log(), torch.inf)[..., 0]
-            weights = weights / total.masked_fill(total == 0, 1.0)
+            weights = _weights(_wide(query[rows], live), keys, live, scale)
             out[rows] = (weights @ keys[..., :v_dim]).to(out.dtype)
-        ctx.save_for_backward(query, key, indices, out, log_sum)
+        ctx.save_for_backward(query, key, indices)
         ctx.scale, ctx.v_dim = scale, v_dim
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, indices, out, log_sum = ctx.saved_tensors
-        wide = wide_dtype(query)
+        query, key, indices = ctx.saved_tensors
         grad_query = torch.empty_like(query)
-        grad_key = torch.zeros(key.shape, dtype=wide, device=key.device)
+        grad_key = torch.zeros(key.shape, dtype=wide_dtype(query), device=key.device)
         for rows in _chunks(query, key, indices):
             keys, live, place = _chosen(key, indices[rows])
-            scores = _scores(query[rows], keys, live, ctx.scale)
-            weights = (scores - log_sum[rows].unsqueeze(-1)).exp()  # [t, H, K]
-            grad_out = grad[rows].to(wide)
-            of_weights = grad_out @ keys[..., : ctx.v_dim].transpose(-1, -2)
-            mean = (grad_out * out[rows].to(wide)).sum(-1, keepdim=True)
+            queries, grad_out = _wide(query[rows], live), _wide(grad[rows], live)
+            # The softmax anew, and not from a kept log-sum-exp: its fp32 is 1e-3 off beside logits
+            # of 1e4. Nor is the mean taken from the output, which is rounded to the dtype.
+            weights = _weights(queries, keys, live, ctx.scale)
+            of_weights = grad_out @ keys[..., : ctx.v_dim].transpose(-1, -2)  # [t, H, K]
+            mean = (weights * of_weights).sum(-1, keepdim=True)
             of_scores = weights * (of_weights - mean) * ctx.scale
             grad_query[rows] = (of_scores @ keys).to(query.dtype)
-            of_keys = of_scores.transpose(-1, -2) @ query[rows].to(wide)  # [t, K, D]
+            of_keys = of_scores.transpose(-1, -2) @ queries  # [t, K, D]
             of_keys[..., : ctx.v_dim] += weights.transpose(-1, -2) @ grad_out
             grad_key.index_add_(0, place.flatten(), of_keys.flatten(0, 1))
         return grad_query, grad_key.to(key.dtype), None, None, None
@@ -88,7 +81,13 @@ def _chosen(key: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys, live.unsqueeze(1), place
 
 
-def _scores(query: Tensor, keys: Tensor, live: Tensor, scale: float) -> Tensor:
-    """[t, H, K], -inf in empty slots."""
-    scores = query.to(keys.dtype) @ keys.transpose(-1, -2) * scale
-    return scores.masked_fill(~live, -torch.inf)
+def _wide(t: Tensor, live: Tensor) -> Tensor:
+    """Rows [t, H, width] in fp32; those without a key count for nothing, whatever they hold."""
+    return t.to(wide_dtype(t)).masked_fill(~live.any(-1, keepdim=True), 0.0)
+
+
+def _weights(query: Tensor, keys: Tensor, live: Tensor, scale: float) -> Tensor:
+    """Softmax over the slots that hold a key [t, H, K]; 0 in all of a row without one."""
+    scores = query @ keys.transpose(-1, -2) * scale
+    # A row of nothing but -inf has a softmax of NaN.
+    return scores.masked_fill(~live, -torch.inf).softmax(-1).masked_fill(~live, 0.0)

@@ -257,8 +257,11 @@ def test_recompute_changes_no_bit(changes, modules, fused, lengths) -> None:
     for how in ({}, again):
         layer, log = dsa_layer(**changes, **how, apply_rope_fusion=fused), CountingLog(1, "cpu")
         log.attach(layer)
+        calls = []
+        layer.core_attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         answers.append(solve(layer, lengths))
         reports.append(log.reports)
+        assert len(calls) == 1 + ("core_attn" in how.get("recompute_modules", []))
     assert_same_bits(answers[1][0], answers[0][0])
     assert torch.equal(answers[1][1], answers[0][1])
     num_rows = 22 if lengths else 48

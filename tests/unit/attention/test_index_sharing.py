@@ -178,9 +178,10 @@ def test_given_keys_are_used_but_for_those_a_row_may_not_see(coeff, lengths) -> 
     given[:, :, 8] = torch.tensor([-7, 24, 25, 10**6]).repeat(6)[:, None]
     given[5] = -1  # a row without any key
     layer = dsa_layer(dsa_indexer_loss_coeff=coeff)
-    device = torch.cuda.current_device()
+    device, calls = torch.cuda.current_device(), []
+    layer.core_attention.indexer.register_forward_hook(lambda *_: calls.append(1))
     got, noted = solve(layer, lengths, {1: given.to(device)})
-
+    assert len(calls) == (coeff is not None)  # it scores nothing in vain
     starts = torch.zeros(24, dtype=torch.long)
     ends = torch.arange(1, 25)
     if lengths:  # of 10, 0, 1 and 11 rows, and two behind them

@@ -24,10 +24,6 @@ CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
 SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 
 
-def fault(*values, reason: str, strict: bool = True):
-    return pytest.param(*values, marks=pytest.mark.xfail(reason=reason, strict=strict))
-
-
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operator makes; views make none."""
 
@@ -161,8 +157,8 @@ def test_rows_without_keys_count_nothing(sparse) -> None:
     ("unused", "spans", "chosen"),
     [
         (4, [(0, 2), (1, 4)], None),
-        fault(2, [(0, 2), (3, 5)], None, reason="0 times NaN: between two sequences"),
-        fault(0, [(1, 5)] * 2, [[1, 2, -1], [3, 4, 5]], reason="0 times NaN: in an empty slot"),
+        (2, [(0, 2), (3, 5)], None),
+        (0, [(1, 5)] * 2, [[1, 2, -1], [3, 4, 5]]),
     ],
 )
 def test_keys_that_no_row_uses_do_not_matter(unused, spans, chosen, strange) -> None:
@@ -199,12 +195,7 @@ def test_ranks_add_up_probabilities_of_their_heads() -> None:
     assert_close("shares", torch.stack(shares), scores.softmax(-1).sum(0)[None])
 
 
-MANY = {"reason": "torch's log_softmax of that many keys on some CPUs", "strict": False}
-
-
-@pytest.mark.parametrize(
-    "student", ["same", "none", fault("relu", **MANY), fault("linear", **MANY)]
-)
+@pytest.mark.parametrize("student", ["same", "none", "relu", "linear"])
 def test_uniform_target_over_many_keys(student) -> None:
     q, k, w, query, key = tensors(2, 65_536, 2, 4, 3, 4)
     query.zero_()
@@ -219,7 +210,7 @@ def test_uniform_target_over_many_keys(student) -> None:
 
 
 @SPARSE
-@pytest.mark.parametrize("part", [0, 1, fault(2, reason="rounded for every chunk or slot"), 3])
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
 def test_bf16_is_summed_in_fp32_and_rounded_once(monkeypatch, part, sparse) -> None:
     monkeypatch.setattr(CHUNK, 1)
     inputs = tensors(32, 32, 8, 16, 4, 24, dtype=torch.bfloat16)
@@ -232,9 +223,7 @@ def test_bf16_is_summed_in_fp32_and_rounded_once(monkeypatch, part, sparse) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("d", "k"), [(4, None), (16, None), (4, 64), fault(16, 64, reason="chunks forget d")]
-)
+@pytest.mark.parametrize(("d", "k"), [(4, None), (16, None), (4, 64), (16, 64)])
 def test_no_tensor_is_larger_than_a_chunk(monkeypatch, d, k, dtype) -> None:
     *leaves, query, key = tensors(256, 256, 1, d, 2, 4, dtype=dtype)
     leaves = [t.requires_grad_() for t in leaves]
