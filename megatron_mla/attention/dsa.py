@@ -250,7 +250,7 @@ class DSASelfAttention(AbsorbedMLASelfAttention):
         q_latent: Tensor,
         packed_seq_params,
     ) -> Tensor:
-        book = index_book_of(packed_seq_params)
+        book = index_book_of(packed_seq_params, create=self.config.dsa_indexer_topk_freq > 1)
 
         # Tensors go in as arguments: what a closure holds is no input of a recomputation.
         def run(query: Tensor, key: Tensor, x: Tensor, qr: Tensor) -> Tensor:

@@ -53,12 +53,19 @@ def with_index_book(
     return params
 
 
-def index_book_of(packed_seq_params: PackedSeqParams | None) -> IndexBook | None:
-    """The book of a forward pass; packed batches without one get it here."""
+def index_book_of(
+    packed_seq_params: PackedSeqParams | None, *, create: bool = True
+) -> IndexBook | None:
+    """The book of a forward pass.
+
+    Args:
+        create: give one to a packed batch that has none. It holds what layers chose for as long as
+            the batch lives, so only where layers share.
+    """
     if packed_seq_params is None:
         return None
     book = getattr(packed_seq_params, _ATTRIBUTE, None)
-    if book is None:
+    if book is None and create:
         book = IndexBook()
         setattr(packed_seq_params, _ATTRIBUTE, book)
     return book

@@ -186,7 +186,8 @@ def make_model(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> Distr
         share_embeddings_and_output_weights=False,
     )
     if config.experimental_attention_variant == "dsa":
-        install_index_books(model)
+        if config.dsa_indexer_topk_freq > 1:
+            install_index_books(model)
         freeze_for_stage(model, config)
     if on_gpu:
         model.cuda()
