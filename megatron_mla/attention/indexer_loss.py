@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from torch import Tensor
 
 from megatron_mla.config import MLATransformerConfig
@@ -182,4 +181,9 @@ def join_loss(out: Tensor, loss: Tensor) -> Tensor:
     Megatron-Core's pipeline schedules tell its scaler what the loss counts: one over the number of
     micro-batches, times what mixed precision scales by.
     """
+    # Not above: that file looks for optional kernel packages, which no other layer needs.
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexerLossAutoScaler,
+    )
+
     return DSAIndexerLossAutoScaler.apply(out, loss)
