@@ -9,6 +9,7 @@ d positional channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +63,7 @@ class MLASelfAttentionSubmodules:
     kv_layernorm: ModuleSpec | type | None = None
 
 
-class LatentAttention(MegatronModule):
+class LatentAttention(MegatronModule, ABC):
     """Projections, norms, process groups and rope tables of a multi-latent attention layer.
 
     Parameters: ``linear_q_proj`` or ``linear_q_down_proj`` + ``q_layernorm`` +
@@ -240,6 +241,54 @@ class LatentAttention(MegatronModule):
         for name, value in arguments.items():
             if value is not None:
                 raise ValueError(f"{name} must be None for MLA, got a value; {_MEANINGLESS[name]}")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        inference_context=None,
+        rotary_pos_emb=None,
+        rotary_pos_cos=None,
+        rotary_pos_sin=None,
+        rotary_pos_cos_sin=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        sequence_len_offset=None,
+        *,
+        inference_params=None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [l, B, hidden], or [l, 1, hidden] packed.
+            attention_mask: not read; the mask is causal inside each sequence.
+            packed_seq_params: Megatron-Core's ``PackedSeqParams``. With ``qkv_format="thd"`` its
+                (padded) cumulative lengths say where sequences lie; other formats are unpacked.
+        Returns:
+            Output [l, B, hidden] and the bias of ``linear_proj`` (None without one).
+        Raises:
+            ValueError: an argument that MLA has no use for, or lengths that do not fit the ranks.
+        """
+        self._refuse_arguments(
+            key_value_states=key_value_states,
+            inference_context=inference_context,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            rotary_pos_cos_sin=rotary_pos_cos_sin,
+            attention_bias=attention_bias,
+            sequence_len_offset=sequence_len_offset,
+        )
+        rows = self._rows(hidden_states, packed_seq_params)
+        return self._layer(hidden_states, rows, packed_seq_params)
+
+    @abstractmethod
+    def _layer(
+        self, hidden_states: Tensor, rows: Rows, packed_seq_params
+    ) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`forward` returns, in the form of this class."""
 
     def _rows(self, hidden_states: Tensor, packed_seq_params) -> Rows:
         if hidden_states.dim() != 3:

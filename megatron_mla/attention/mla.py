@@ -24,46 +24,9 @@ class MLASelfAttention(LatentAttention):
     :class:`~megatron_mla.attention.latent.LatentAttention`.
     """
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        key_value_states: Tensor | None = None,
-        inference_context=None,
-        rotary_pos_emb=None,
-        rotary_pos_cos=None,
-        rotary_pos_sin=None,
-        rotary_pos_cos_sin=None,
-        attention_bias=None,
-        packed_seq_params=None,
-        sequence_len_offset=None,
-        *,
-        inference_params=None,
+    def _layer(
+        self, hidden_states: Tensor, rows: Rows, packed_seq_params
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: [l, B, hidden], or [l, 1, hidden] packed.
-            attention_mask: not read; the mask is causal inside each sequence.
-            packed_seq_params: Megatron-Core's ``PackedSeqParams``. With ``qkv_format="thd"`` its
-                (padded) cumulative lengths say where sequences lie; other formats are unpacked.
-        Returns:
-            Output [l, B, hidden] and the bias of ``linear_proj`` (None without one).
-        Raises:
-            ValueError: an argument that MLA has no use for, or lengths that do not fit the ranks.
-        """
-        self._refuse_arguments(
-            key_value_states=key_value_states,
-            inference_context=inference_context,
-            inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-            rotary_pos_cos=rotary_pos_cos,
-            rotary_pos_sin=rotary_pos_sin,
-            rotary_pos_cos_sin=rotary_pos_cos_sin,
-            attention_bias=attention_bias,
-            sequence_len_offset=sequence_len_offset,
-        )
-        rows = self._rows(hidden_states, packed_seq_params)
         q_latent = self._query_latent(hidden_states)
         kv_latent, k_pe = self._key_value_latent(hidden_states, rows)
         if self.recompute_up_proj:
