@@ -116,6 +116,23 @@ def should_use_fused_mla_rope(config) -> bool:
     return True
 
 
+def determinism_is_asked(config, on_gpu: bool) -> bool:
+    """Whether gradients must have the same bits every time.
+
+    Raises:
+        ValueError: ``deterministic_mode`` on a GPU without torch's deterministic algorithms, by
+            whose flag torch's operators choose how to sum.
+    """
+    strict = torch.are_deterministic_algorithms_enabled()
+    strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if config.deterministic_mode and on_gpu and not strict:
+        raise ValueError(
+            "deterministic_mode must come with torch.use_deterministic_algorithms(True), which is "
+            "off; call it before the first step (scripts/pretrain.py does)"
+        )
+    return strict
+
+
 def cudnn_attention_reason(
     query: torch.Tensor, v_dim: int, deterministic: bool = False
 ) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megatron_mla.attention.core import attend_to_latents
 from megatron_mla.attention.latent import LatentAttention
 from megatron_mla.attention.projections import weight_of
 from megatron_mla.kernels.absorb_ref import absorb_nope_ref
@@ -102,13 +103,8 @@ class AbsorbedMLASelfAttention(LatentAttention):
         """Weighted latents [L, B, H, C]."""
 
         def run(query: Tensor, key: Tensor) -> Tensor:
-            key = key.unsqueeze(-2)  # [keys, B, 1, C + d]
-            value = key[..., : self.config.kv_lora_rank]
-            if rows.packed:
-                query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-            out = self.core_attention(query, key, value, rows)
-            out = out.unflatten(-1, (self.num_heads, -1))
-            return out.unsqueeze(1) if rows.packed else out
+            width = self.config.kv_lora_rank
+            return attend_to_latents(self.core_attention, query, key, rows, width)
 
         if self.recompute_core and self.training:
             return tensor_parallel.checkpoint(run, False, query, key)

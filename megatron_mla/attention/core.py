@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.parallel.collectives import move_rows
 from megatron_mla.parallel.microbatch import AttentionPlan, CausalBlock, Rows
-from megatron_mla.selection import cudnn_attention_reason, say_once
+from megatron_mla.selection import cudnn_attention_reason, determinism_is_asked, say_once
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -96,7 +96,9 @@ class SDPACoreAttention(MegatronModule):
         wish = self.config.attention_backend
         if wish in (AttnBackend.unfused, AttnBackend.local):
             return [SDPBackend.MATH], False
-        reason = cudnn_attention_reason(query, v_dim, self._deterministic(query))
+        reason = cudnn_attention_reason(
+            query, v_dim, determinism_is_asked(self.config, query.is_cuda)
+        )
         if reason is None:
             say_once("core", "Core attention: cuDNN, through scaled_dot_product_attention.")
             return [
@@ -120,18 +122,6 @@ class SDPACoreAttention(MegatronModule):
             SDPBackend.EFFICIENT_ATTENTION,
             SDPBackend.MATH,
         ], False
-
-    def _deterministic(self, query: Tensor) -> bool:
-        """Whether the same gradients are asked for every time."""
-        strict = torch.are_deterministic_algorithms_enabled()
-        strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
-        if self.config.deterministic_mode and query.is_cuda and not strict:
-            # Torch's other backends sum in a fixed order only if it is told so.
-            raise ValueError(
-                "deterministic_mode must come with torch.use_deterministic_algorithms(True), which "
-                "is off; call it before the first step (scripts/pretrain.py does)"
-            )
-        return strict
 
     def _batched(
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, dropout: float
@@ -157,6 +147,25 @@ class SDPACoreAttention(MegatronModule):
         fork = get_cuda_rng_tracker().fork() if dropout else nullcontext()
         with fork:
             return _causal(q, k, v, cudnn=cudnn, dropout_p=dropout, scale=self.softmax_scale)
+
+
+def attend_to_latents(
+    core: SDPACoreAttention, query: Tensor, key: Tensor, rows: Rows, v_channels: int
+) -> Tensor:
+    """Dense absorbed attention: one key for all heads, whose leading channels are the value.
+
+    Args:
+        query: [L, B, H, C + d]. key: [T, B, C + d]; B is 1 when packed.
+        v_channels: C.
+    Returns:
+        Weighted latents [L, B, H, C].
+    """
+    key = key.unsqueeze(-2)  # [T, B, 1, C + d]
+    parts = query, key, key[..., :v_channels]
+    if rows.packed:
+        parts = (t.squeeze(1) for t in parts)
+    out = core(*parts, rows).unflatten(-1, (query.shape[-2], -1))
+    return out.unsqueeze(1) if rows.packed else out
 
 
 def _block_parts(query: Tensor, key: Tensor, value: Tensor, blocks: list[CausalBlock]):

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
-from megatron_mla.attention.core import SDPACoreAttention
+from megatron_mla.attention.core import SDPACoreAttention, attend_to_latents
 from megatron_mla.attention.index_sharing import (
     IndexBook,
     index_book_of,
@@ -33,7 +33,7 @@ from megatron_mla.kernels.index_ref import index_topk_ref
 from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
 from megatron_mla.parallel.groups import ParallelGroups
 from megatron_mla.parallel.microbatch import KeyBounds, Rows
-from megatron_mla.selection import say_once
+from megatron_mla.selection import determinism_is_asked, say_once
 
 _NO_KERNELS = (
     "dsa_kernel_backend='triton': this version has no Triton operators for sparse attention, the "
@@ -120,6 +120,7 @@ class DSACoreAttention(MegatronModule):
         Returns:
             Weighted latents [L, B, H, C]; rows that see no key are zero.
         """
+        determinism_is_asked(self.config, query.is_cuda)  # what is asked has to be kept here too
         bounds = rows.key_bounds()
         batch = query.shape[1]
         given = book is not None and self.source in book.given
@@ -136,7 +137,7 @@ class DSACoreAttention(MegatronModule):
         if self.dense is None:
             out = self._sparse(query, key, indices)
         else:
-            out = self._dense(query, key, rows)
+            out = attend_to_latents(self.dense, query, key, rows, self.v_channels)
         if measured:
             found = overlap_with_dense(self.groups, query, key, bounds, indices, self.softmax_scale)
             log.add_overlap(self.layer_number, *found)
@@ -152,14 +153,6 @@ class DSACoreAttention(MegatronModule):
             # The mean over the rows of all context-parallel ranks; Megatron-Core sums over them.
             loss = loss / max(1, bounds.num_rows * batch)
         return join_loss(out, loss)
-
-    def _dense(self, query: Tensor, key: Tensor, rows: Rows) -> Tensor:
-        key = key.unsqueeze(-2)  # [keys, B, 1, C + d]
-        value = key[..., : self.v_channels]
-        if rows.packed:
-            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        out = self.dense(query, key, value, rows).unflatten(-1, (query.shape[-2], -1))
-        return out.unsqueeze(1) if rows.packed else out
 
     def _sparse(self, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
         how = {"scale": self.softmax_scale, "v_dim": self.v_channels}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_mla import selection, should_use_fused_mla_rope
+from tests.helpers.layers import small_config
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
@@ -124,3 +125,19 @@ def test_cudnn_is_refused_with_a_sentence_on_the_cpu() -> None:
 def test_te_is_absent_with_a_reason_without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "CUDA" in selection.te_missing_reason()
+
+
+@pytest.mark.parametrize("how", ["off", "warn", "strict"])
+def test_deterministic_mode_on_a_gpu_needs_torchs_flag(how) -> None:
+    config = small_config(deterministic_mode=True)
+    torch.use_deterministic_algorithms(how != "off", warn_only=how == "warn")
+    try:
+        assert selection.determinism_is_asked(config, on_gpu=False) is (how == "strict")
+        assert selection.determinism_is_asked(small_config(), on_gpu=True) is (how == "strict")
+        if how == "strict":
+            assert selection.determinism_is_asked(config, on_gpu=True)
+        else:
+            with pytest.raises(ValueError, match="use_deterministic_algorithms"):
+                selection.determinism_is_asked(config, on_gpu=True)
+    finally:
+        torch.use_deterministic_algorithms(False)

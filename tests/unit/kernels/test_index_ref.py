@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_mla.kernels.chunks import row_chunks, seen_keys, visible
 from megatron_mla.kernels.index_ref import index_scores_ref, index_topk_ref
+from tests.helpers.chunked import Largest, bounds_of, causal
 from tests.helpers.rotations import examples
 
 RELU = pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
 CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
-
-
-def bounds_of(spans) -> SimpleNamespace:
-    host = torch.tensor(list(spans), dtype=torch.int32).reshape(-1, 2).t().contiguous()
-    return SimpleNamespace(starts=host[0], ends=host[1], host=host)
-
-
-def causal(*lengths: int) -> SimpleNamespace:
-    """Rows of packed sequences, each of which sees its own past and itself."""
-    firsts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
-    pairs = zip(firsts, lengths, strict=True)
-    return bounds_of((first, first + i + 1) for first, n in pairs for i in range(n))
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator makes; views make none."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)]
-            self.elements = max([self.elements, *sizes])
-        return made
 
 
 def whole(*shape: int, most: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

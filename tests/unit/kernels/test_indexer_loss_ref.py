@@ -5,45 +5,20 @@ Legend: t query rows, s keys, h heads, e channels, k slots; the indexer has n he
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_mla.kernels.indexer_loss_ref import indexer_loss_ref
+from tests.helpers.chunked import Largest, bounds_of, causal
 from tests.helpers.close import assert_close
 from tests.helpers.rotations import assert_each_same_bits, assert_same_bits, examples
 
 NAMES = "loss q.grad k.grad w.grad"
 CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
 SPARSE = pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator makes; views make none."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)]
-            self.elements = max([self.elements, *sizes])
-        return made
-
-
-def bounds_of(spans) -> SimpleNamespace:
-    host = torch.tensor(list(spans), dtype=torch.int32).reshape(-1, 2).t().contiguous()
-    return SimpleNamespace(starts=host[0], ends=host[1], host=host)
-
-
-def causal(length: int) -> SimpleNamespace:
-    return bounds_of((0, i + 1) for i in range(length))
 
 
 def tensors(t, s, n, d, h, e, *, dtype=torch.float32, seed=0) -> list[Tensor]:

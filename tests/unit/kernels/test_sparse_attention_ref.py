@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
+from tests.helpers.chunked import Largest
 from tests.helpers.close import assert_close
 from tests.helpers.rotations import assert_each_same_bits, assert_same_bits, examples
 
@@ -30,19 +29,6 @@ def nan_in_new_memory(nan_in_fresh_memory):
             torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(torch.nan)
         )
         yield
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator makes; views make none."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            sizes = [t.numel() for t in tree_leaves(made) if isinstance(t, Tensor)]
-            self.elements = max([self.elements, *sizes])
-        return made
 
 
 def problem(t, s, h, d, k, c, *, dtype=torch.float32, outside=0, seed=0):
