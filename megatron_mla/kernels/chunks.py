@@ -53,3 +53,28 @@ def visible(bounds: KeyBounds, rows: slice, keys: slice) -> Tensor:
 def wide_dtype(t: Tensor) -> torch.dtype:
     """fp32, or the dtype itself where that is wider."""
     return torch.promote_types(t.dtype, torch.float32)
+
+
+def places(indices: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Whether a slot holds a key, bool, and the row that it reads, int64; both like ``indices``.
+
+    Empty slots read rows far and wide, of which nothing is used: :func:`add_rows_` adds to one row
+    after the other, and would take long where all of them meet in one.
+    """
+    live = (indices >= 0) & (indices < num_keys)
+    anywhere = torch.arange(indices.shape[-1], device=indices.device) % num_keys
+    return live, torch.where(live, indices, anywhere)
+
+
+def add_rows_(total: Tensor, place: Tensor, values: Tensor) -> None:
+    """``total[place[i]] += values[i]`` for all i, in an order that is the same in every run.
+
+    Args:
+        total: [S, D]. place: [...] int64. values: [..., D], in the dtype of ``total``.
+    """
+    place, values = place.flatten(), values.reshape(-1, total.shape[1])
+    if total.is_cuda:
+        # index_add_ adds with atomics there, in any order; this one sorts.
+        total.index_put_((place,), values, accumulate=True)
+    else:
+        total.index_add_(0, place, values)

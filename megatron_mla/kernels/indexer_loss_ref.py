@@ -11,7 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_mla.kernels.chunks import KeyBounds, row_chunks, seen_keys, visible, wide_dtype
+from megatron_mla.kernels.chunks import (
+    KeyBounds,
+    add_rows_,
+    places,
+    row_chunks,
+    seen_keys,
+    visible,
+    wide_dtype,
+)
 from megatron_mla.kernels.index_ref import index_scores_ref
 
 
@@ -65,8 +73,7 @@ class _IndexerLoss(torch.autograd.Function):
                 live = visible(bounds, rows, keys)
                 of_index, of_attention = k[keys], key[keys]
             else:
-                live = (indices[rows] >= 0) & (indices[rows] < k.shape[0])
-                place = indices[rows].masked_fill(~live, 0).long()
+                live, place = places(indices[rows], k.shape[0])
                 of_index, of_attention = k[place], key[place]
             # What no row sees, and rows that see nothing, count for nothing, whatever they hold.
             used = live.any(0) if indices is None else live
@@ -96,7 +103,7 @@ class _IndexerLoss(torch.autograd.Function):
             if indices is None:
                 grads[1][keys] += for_k
             else:
-                grads[1].index_add_(0, place.flatten(), for_k.flatten(0, 1).to(grads[1].dtype))
+                add_rows_(grads[1], place, for_k.to(grads[1].dtype))
         ctx.save_for_backward(*grads)
         ctx.dtypes = q.dtype, k.dtype, w.dtype
         return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_mla.kernels.chunks import row_chunks, wide_dtype
+from megatron_mla.kernels.chunks import add_rows_, places, row_chunks, wide_dtype
 
 
 def sparse_attention_ref(
@@ -63,7 +63,7 @@ class _SparseAttention(torch.autograd.Function):
             grad_query[rows] = (of_scores @ keys).to(query.dtype)
             of_keys = of_scores.transpose(-1, -2) @ queries  # [t, K, D]
             of_keys[..., : ctx.v_dim] += weights.transpose(-1, -2) @ grad_out
-            grad_key.index_add_(0, place.flatten(), of_keys.flatten(0, 1))
+            add_rows_(grad_key, place, of_keys)
         return grad_query, grad_key.to(key.dtype), None, None, None
 
 
@@ -74,8 +74,7 @@ def _chunks(query: Tensor, key: Tensor, indices: Tensor):
 
 def _chosen(key: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [t, K, D] in fp32, whether a slot holds one [t, 1, K], and where it lies [t, K]."""
-    live = (indices >= 0) & (indices < key.shape[0])
-    place = indices.masked_fill(~live, 0).long()
+    live, place = places(indices, key.shape[0])
     # What an empty slot reads counts for nothing, whatever it is: 0 times infinity would be NaN.
     keys = key[place].to(wide_dtype(key)).masked_fill(~live.unsqueeze(-1), 0.0)
     return keys, live.unsqueeze(1), place

@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers.rotations import DEVICE
+
 
 def bounds_of(spans) -> SimpleNamespace:
-    """KeyBounds of (start, end) of every row."""
+    """KeyBounds of (start, end) of every row, on :data:`DEVICE`."""
     host = torch.tensor(list(spans), dtype=torch.int32).reshape(-1, 2).t().contiguous()
-    return SimpleNamespace(starts=host[0], ends=host[1], host=host)
+    starts, ends = host.to(DEVICE)
+    return SimpleNamespace(starts=starts, ends=ends, host=host)
 
 
 def causal(*lengths: int) -> SimpleNamespace:

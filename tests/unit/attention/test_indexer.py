@@ -35,10 +35,13 @@ def index(layer, rows=9, batch=2, dtype=torch.float32, lengths=None):
 
 
 def by_hand(layer, x, qr, *, width=8, pairs=False, relu=True, dtype=torch.float64):
-    """Scores [B, S, S] of numerics.md (7), -inf for keys that are later; of an unpacked batch."""
+    """Scores [B, S, S] of numerics.md (7), -inf for keys that are later; of an unpacked batch.
+
+    On the host, wherever the layer is.
+    """
     indexer = layer.core_attention.indexer
-    of = {name: p.detach().to(dtype) for name, p in indexer.named_parameters()}
-    x, qr = x.detach().to(dtype), qr.detach().to(dtype)
+    of = {name: p.detach().to("cpu", dtype) for name, p in indexer.named_parameters()}
+    x, qr = (t.detach().to("cpu", dtype) for t in (x, qr))
     n, channels = indexer.num_heads, indexer.width
     q = (qr @ of["linear_wq_b.weight"].T).unflatten(-1, (n, channels))
     k = x @ of["linear_wk.weight"].T

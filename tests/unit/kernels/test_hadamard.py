@@ -7,7 +7,7 @@ import torch
 
 from megatron_mla.kernels.hadamard import hadamard
 from tests.helpers.close import assert_close
-from tests.helpers.rotations import assert_same_bits
+from tests.helpers.rotations import DEVICE, assert_same_bits
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
@@ -20,19 +20,19 @@ def sylvester(width: int) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < width:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
-    return matrix * width**-0.5
+    return (matrix * width**-0.5).to(DEVICE)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """As large as the dtype holds exactly, so that it cannot hold their sums; fp32 can."""
     most = {torch.bfloat16: 255, torch.float16: 2047}[dtype]
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
+    return torch.randint(-most, most + 1, shape, generator=generator).to(DEVICE, dtype)
 
 
 @DTYPES
@@ -57,9 +57,11 @@ def test_strides_do_not_matter() -> None:
 
 @WIDTHS
 def test_is_orthonormal_and_its_own_inverse(width) -> None:
-    matrix = hadamard(torch.eye(width, dtype=torch.float64))
+    matrix = hadamard(torch.eye(width, dtype=torch.float64, device=DEVICE))
     assert_close("matrix", matrix, sylvester(width))
-    assert_close("square", matrix @ matrix.t(), torch.eye(width, dtype=torch.float64))
+    assert_close(
+        "square", matrix @ matrix.t(), torch.eye(width, dtype=torch.float64, device=DEVICE)
+    )
     t = numbers(7, width, dtype=torch.float32)
     assert_close("twice", hadamard(hadamard(t)), t)
     assert_close("length", hadamard(t).norm(dim=-1), t.double().norm(dim=-1))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megatron_mla.kernels import chunks
 from megatron_mla.kernels.index_overlap_ref import index_overlap_ref
+from tests.helpers.chunked import bounds_of
+from tests.helpers.rotations import DEVICE
 
 STARTS = [0, 0, 0, 3, 3, 3, 0, 2, 0]
 ENDS = [1, 2, 9, 4, 9, 8, 0, 9, 7]
 
 
 def bounds():
-    starts, ends = (torch.tensor(t, dtype=torch.int32) for t in (STARTS, ENDS))
-    return SimpleNamespace(starts=starts, ends=ends, host=torch.stack((starts, ends)))
+    return bounds_of(zip(STARTS, ENDS, strict=True))
 
 
 def problem(width: int):
@@ -25,7 +24,7 @@ def problem(width: int):
     key = torch.randn(9, 6, generator=generator)
     indices = torch.rand(9, 9, generator=generator).argsort(-1)[:, :width].int()
     indices[torch.rand(indices.shape, generator=generator) < 0.2] = -1
-    return query, key, indices
+    return [t.to(DEVICE) for t in (query, key, indices)]
 
 
 def by_sets(query, key, indices, width: int) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mla.kernels.chunks import row_chunks, seen_keys, visible
+from megatron_mla.kernels.chunks import add_rows_, places, row_chunks, seen_keys, visible
 from megatron_mla.kernels.index_ref import index_scores_ref, index_topk_ref
 from tests.helpers.chunked import Largest, bounds_of, causal
-from tests.helpers.rotations import examples
+from tests.helpers.close import assert_close
+from tests.helpers.rotations import DEVICE, examples
 
 RELU = pytest.mark.parametrize("relu", [True, False], ids=["relu", "linear"])
 CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
@@ -22,7 +23,7 @@ CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
 def whole(*shape: int, most: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Whole numbers: their scores are exact in fp32, so that an order is right or wrong."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
+    return torch.randint(-most, most + 1, shape, generator=generator).to(DEVICE, dtype)
 
 
 def indexer(rows, keys, heads, width, *, most=2, dtype=torch.float32, seed=0):
@@ -89,8 +90,8 @@ def test_choice_is_that_of_sorting_by_hand(
 
 def test_ties_among_zeros_go_to_the_lowest_index_every_time() -> None:
     # ReLU makes 90 % of the scores exact zeros, and the last chosen key is one of many.
-    q, k, w = torch.ones(40, 4, 8), whole(400, 8, most=9), torch.full((40, 4), 0.25)
-    k = -k.abs() - 1
+    q, w = torch.ones(40, 4, 8, device=DEVICE), torch.full((40, 4), 0.25, device=DEVICE)
+    k = -whole(400, 8, most=9).abs() - 1
     positive = torch.randperm(400, generator=torch.Generator().manual_seed(1))[:40]
     k[positive] = -k[positive]
     bounds = bounds_of([(0, 400)] * 40)
@@ -103,9 +104,9 @@ def test_ties_among_zeros_go_to_the_lowest_index_every_time() -> None:
 
 @RELU
 def test_zeros_of_either_sign_are_equal(relu) -> None:
-    k = torch.tensor([[-0.0], [0.0], [-0.0], [0.0]])
-    q = torch.tensor([1.0, -1.0, 1.0]).view(3, 1, 1)
-    w = torch.tensor([1.0, 1.0, -1.0]).view(3, 1)
+    k = torch.tensor([[-0.0], [0.0], [-0.0], [0.0]], device=DEVICE)
+    q = torch.tensor([1.0, -1.0, 1.0], device=DEVICE).view(3, 1, 1)
+    w = torch.tensor([1.0, 1.0, -1.0], device=DEVICE).view(3, 1)
     got = index_topk_ref(q, k, w, bounds_of([(0, 4)] * 3), topk=4, relu=relu)
     assert got.tolist() == [[0, 1, 2, 3]] * 3
 
@@ -113,7 +114,7 @@ def test_zeros_of_either_sign_are_equal(relu) -> None:
 def test_choice_is_the_same_with_and_without_gradients_and_makes_no_graph() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (48, 3, 16), (48, 16), (48, 3)
-    plain = [torch.randn(shape, generator=generator) for shape in shapes]
+    plain = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
     leaves = [t.clone().requires_grad_() for t in plain]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
@@ -170,7 +171,8 @@ def test_keys_that_a_row_cannot_see_do_not_matter(strange) -> None:
 
 
 def test_a_score_of_minus_infinity_is_no_reason_to_look_elsewhere() -> None:
-    q, k, w = torch.full((2, 1, 1), 1e30), torch.full((4, 1), 1e30), torch.full((2, 1), -1.0)
+    sizes = ((2, 1, 1), 1e30), ((4, 1), 1e30), ((2, 1), -1.0)
+    q, k, w = (torch.full(*size, device=DEVICE) for size in sizes)
     got = index_topk_ref(q, k, w, bounds_of([(0, 2), (2, 4)]), topk=2)
     assert got.tolist() == [[0, 1], [2, 3]]
 
@@ -190,7 +192,7 @@ class TestScores:
         generator = torch.Generator().manual_seed(0)
         shapes = (3, 2, 5), (4, 5), (3, 2)
         leaves = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-        leaves = [t.requires_grad_() for t in leaves]
+        leaves = [t.to(DEVICE).requires_grad_() for t in leaves]
         assert torch.autograd.gradcheck(lambda *t: index_scores_ref(*t, relu=relu), leaves)
 
 
@@ -219,3 +221,29 @@ class TestChunks:
 
     def test_see_nothing_for_rows_without_keys(self) -> None:
         assert seen_keys(bounds_of([(9, 9), (3, 5), (0, 0), (4, 6)]), slice(0, 3)) == slice(3, 5)
+
+    def test_places_are_rows_of_keys_and_those_of_empty_slots_are_spread(self) -> None:
+        indices = torch.tensor([[4, -1, 5, 0], [-7, -1, 9, 6]], dtype=torch.int32, device=DEVICE)
+        live, place = places(indices, 5)
+        assert live.tolist() == [[True, False, False, True], [False] * 4]
+        assert place.tolist() == [[4, 1, 2, 0], [0, 1, 2, 3]] and place.dtype == torch.int64
+        _, place = places(indices[1:], 3)
+        assert place.tolist() == [[0, 1, 2, 0]]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_rows_are_added_with_the_same_bits_every_time(self, dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        place = torch.randint(0, 7, (300, 8), generator=generator).to(DEVICE)
+        values = torch.randn(300, 8, 5, generator=generator).to(DEVICE, dtype)
+        first = torch.ones(9, 5, dtype=dtype, device=DEVICE)
+        add_rows_(first, place, values)
+        for _ in range(20):
+            again = torch.ones(9, 5, dtype=dtype, device=DEVICE)
+            add_rows_(again, place, values)
+            assert torch.equal(again, first)
+        want = [
+            1 + values[place == row].double().sum(0) if row < 7 else torch.ones(5)
+            for row in range(9)
+        ]
+        want = torch.stack([t.to("cpu", torch.float64) for t in want])
+        assert_close("sums", first, want, rel=1e-6, reason="340 summands a row, in fp32")

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_mla.kernels.indexer_loss_ref import indexer_loss_ref
 from tests.helpers.chunked import Largest, bounds_of, causal
 from tests.helpers.close import assert_close
-from tests.helpers.rotations import assert_each_same_bits, assert_same_bits, examples
+from tests.helpers.rotations import DEVICE, assert_each_same_bits, assert_same_bits, examples
 
 NAMES = "loss q.grad k.grad w.grad"
 CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
@@ -26,12 +26,12 @@ def tensors(t, s, n, d, h, e, *, dtype=torch.float32, seed=0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = (t, n, d), (s, d), (t, n), (t, h, e), (s, e)
     normal = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype) for x in normal]
+    return [x.to(DEVICE, dtype) for x in normal]
 
 
 def slots(t: int, s: int, k: int, *, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, s + 2, (t, k), generator=generator, dtype=torch.int32)
+    return torch.randint(-2, s + 2, (t, k), generator=generator, dtype=torch.int32).to(DEVICE)
 
 
 def plain(q, k, w, query, key, bounds, *, scale, relu=True, indices=None):
@@ -138,7 +138,7 @@ def test_rows_without_keys_count_nothing(sparse) -> None:
 )
 def test_keys_that_no_row_uses_do_not_matter(unused, spans, chosen, strange) -> None:
     q, k, w, query, key = tensors(2, 5, 3, 4, 2, 5)
-    how = {"indices": chosen and torch.tensor(chosen)}
+    how = {"indices": chosen and torch.tensor(chosen, device=DEVICE)}
     want = run(q, k, w, query, key, bounds_of(spans), **how)
     k[unused], key[unused] = strange, strange
     assert_each_same_bits(NAMES, run(q, k, w, query, key, bounds_of(spans), **how), want)
@@ -158,7 +158,7 @@ def test_heads_of_two_ranks_add_up(monkeypatch, chunk, sparse) -> None:
     for heads, other in zip(ranks, map(iter, reversed(shares)), strict=True):
         got = run(q, k, w, heads, *rest, sum_heads=lambda t, of=other: t.add_(next(of)), **how)
         assert next(other, None) is None
-        assert_each_close(got, want, rel=1e-6, reason="sums over 9 rows in fp32")
+        assert_each_close(got, want, rel=2e-6, reason="sums over 9 rows in fp32")
 
 
 def test_ranks_add_up_probabilities_of_their_heads() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
 from tests.helpers.chunked import Largest
 from tests.helpers.close import assert_close
-from tests.helpers.rotations import assert_each_same_bits, assert_same_bits, examples
+from tests.helpers.rotations import DEVICE, assert_each_same_bits, assert_same_bits, examples
 
 NAMES = "output query.grad key.grad"
 CHUNK = "megatron_mla.kernels.chunks.CHUNK_ELEMENTS"
@@ -37,12 +37,12 @@ def problem(t, s, h, d, k, c, *, dtype=torch.float32, outside=0, seed=0):
     shapes = (t, h, d), (s, d), (t, h, c)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     slots = torch.randint(-outside, s + outside, (t, k), generator=generator, dtype=torch.int32)
-    return *(t.to(dtype) for t in tensors), slots
+    return *(t.to(DEVICE, dtype) for t in tensors), slots.to(DEVICE)
 
 
 def past(length: int) -> Tensor:
     """All keys up to the row's own, in order, and -1 behind."""
-    slot = torch.arange(length, dtype=torch.int32)
+    slot = torch.arange(length, dtype=torch.int32, device=DEVICE)
     return torch.where(slot <= slot[:, None], slot, -1)
 
 
@@ -94,12 +94,12 @@ def test_all_keys_in_order_are_dense_causal_attention(width, v_dim, heads) -> No
 
     def dense(query, key, _, *, scale, v_dim):
         scores = torch.einsum("thd,sd->hts", query, key) * scale
-        scores = scores.masked_fill(torch.ones(13, 13).triu(1).bool(), -torch.inf)
+        scores = scores.masked_fill(torch.ones(13, 13, device=DEVICE).triu(1).bool(), -torch.inf)
         return torch.einsum("hts,sc->thc", scores.softmax(-1), key[:, :v_dim])
 
     got, want = run(*tensors, past(13)), truth(*tensors, None, op=dense)
     assert_close("output", got[0], want[0])
-    assert_each_close(got, want, rel=1e-6, reason="fp32 sums over 13 rows of 130 heads")
+    assert_each_close(got, want, rel=2e-6, reason="fp32 sums over 13 rows of 130 heads")
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 25])
@@ -116,8 +116,9 @@ def test_gradients_are_the_derivatives(monkeypatch, chunk) -> None:
 @pytest.mark.parametrize("bad", [[-1], [-2, -9], [9, 10, 400], [-(1 << 31), (1 << 31) - 1]])
 def test_slots_that_hold_no_key_count_for_nothing(bad) -> None:
     *tensors, indices = problem(6, 9, 3, 8, 8, 4)
-    empty = torch.arange(8) >= torch.arange(6)[:, None]  # the first row has no key
-    filled = torch.where(empty, torch.tensor(bad * 8)[:8].int(), indices)
+    row, slot = torch.arange(6, device=DEVICE)[:, None], torch.arange(8, device=DEVICE)
+    empty = slot >= row  # the first row has no key
+    filled = torch.where(empty, torch.tensor(bad * 8, device=DEVICE)[:8].int(), indices)
     got = run(*tensors, filled)
     assert_each_same_bits(NAMES, got, run(*tensors, indices.masked_fill(empty, -1)))
     assert_each_close(got, truth(*tensors, filled))
@@ -127,8 +128,8 @@ def test_order_does_not_matter_and_a_key_twice_counts_twice() -> None:
     *tensors, indices = problem(5, 9, 3, 8, 7, 6, outside=1)
     got = run(*tensors, indices.flip(-1))
     assert_each_close(got, [t.double() for t in run(*tensors, indices)])
-    query, key, slots = torch.ones(1, 1, 2), torch.tensor([[1.0, 0], [3, 0]]), [[1, 0, 1, -1]]
-    out = sparse_attention_ref(query, key, torch.tensor(slots), scale=0.0, v_dim=1)
+    values = torch.ones(1, 1, 2), torch.tensor([[1.0, 0], [3, 0]]), torch.tensor([[1, 0, 1, -1]])
+    out = sparse_attention_ref(*(t.to(DEVICE) for t in values), scale=0.0, v_dim=1)
     assert_close("output", out, torch.full((1, 1, 1), 7 / 3, dtype=torch.float64))
 
 
@@ -136,7 +137,7 @@ def test_order_does_not_matter_and_a_key_twice_counts_twice() -> None:
 @pytest.mark.parametrize("unchosen", [[0], [8], [0, 4, 8]], ids=str)
 def test_keys_that_nobody_chose_do_not_matter(unchosen, strange) -> None:
     query, key, grad, indices = problem(7, 9, 3, 8, 5, 4, outside=1)
-    indices[torch.isin(indices, torch.tensor(unchosen))] = -1
+    indices[torch.isin(indices, torch.tensor(unchosen, device=DEVICE))] = -1
     indices[2], indices[3] = -1, 9
     want = run(query, key, grad, indices)
     key[unchosen] = strange
@@ -189,7 +190,9 @@ def test_size_of_chunks_does_not_matter(monkeypatch, d, c, h) -> None:
         monkeypatch.setattr(CHUNK, chunk)
         got = run(*tensors)
         assert_each_close(got, [t.double() for t in want], rel=2e-6, reason="order of fp32 sums")
-        if d % 4 == 0:  # else MKL sums rows in an order that depends on their alignment
+        # Else MKL sums rows in an order that depends on their alignment, and cuBLAS in one that
+        # depends on their number.
+        if d % 4 == 0 and DEVICE == "cpu":
             assert_same_bits("output", got[0], want[0])
 
 
@@ -205,6 +208,7 @@ def test_bf16_gradient_is_rounded_once_where_one_key_dominates() -> None:
     query = torch.tensor([[[8.0, 0, 0, 0]]]).bfloat16()
     key = torch.tensor([[1, 1.1, 0.7, 0.3], [0, -1, 1, 2]]).bfloat16()
     tensors = query, key, torch.ones(1, 1, 4).bfloat16(), torch.tensor([[0, 1]])
+    tensors = [t.to(DEVICE) for t in tensors]
     assert_each_close(run(*tensors, scale=1.0), truth(*tensors, scale=1.0))
 
 
