@@ -75,6 +75,10 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     dsa_indexer_weights_fp32: bool = False
     """Project the indexer's head weights in fp32 and keep them so; the parameter stays as it is."""
 
+    dsa_kernel_backend: str | None = None
+    """"triton": operators of sparse attention on tensor cores, or the eager ones where these cannot
+    run, with the reason. "none": eager operators. None: "triton" on CUDA, "none" elsewhere."""
+
     dsa_indexer_stage: str = "joint"
     """"joint": model and indexer train together. "warmup": attention is dense and nothing but the
     indexer trains, on the dense loss. "frozen": nothing of the indexer trains."""
@@ -93,8 +97,7 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
         # Stock validation refuses fused RoPE for plain RoPE and DSA and knows no "triton"; those
         # limits are of its kernels, not of ours.
         self.apply_rope_fusion = False
-        if backend == "triton":
-            self.dsa_kernel_backend = "none"
+        self.dsa_kernel_backend = "none"
         comm_type = self.cp_comm_type
         if self.experimental_attention_variant == "dsa" and comm_type is None:
             self.cp_comm_type = "allgather"  # the only one there is, so it need not be asked for

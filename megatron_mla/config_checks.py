@@ -64,7 +64,7 @@ def check_dsa(config) -> None:
             "those operators of Megatron-Core's own layer take fixed widths and head counts; use "
             "'none'",
         )
-    if backend not in DSA_BACKENDS:
+    if backend is not None and backend not in DSA_BACKENDS:
         refuse("dsa_kernel_backend", backend, f"must be one of {DSA_BACKENDS}", "use 'none'")
     if config.dsa_indexer_stage not in DSA_STAGES:
         refuse(

@@ -61,11 +61,8 @@ def te_missing_reason() -> str | None:
     return missing_reason("transformer_engine.pytorch")
 
 
-def kernels_missing_reason(dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot run here, or None.
-
-    Asked for the first time it compares them with their twins, which may compile for seconds.
-    """
+def triton_missing_reason() -> str | None:
+    """Why no Triton kernel can run here, or None."""
     reason = missing_reason("triton")
     if reason is not None:
         return reason
@@ -76,11 +73,61 @@ def kernels_missing_reason(dtype: torch.dtype) -> str | None:
     if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < MIN_TRITON:
         wanted = ".".join(map(str, MIN_TRITON))
         return f"Triton {triton.__version__} is older than {wanted}"
-    reason = missing_reason("megatron_mla.kernels.selfcheck")
+    return None
+
+
+def kernels_missing_reason(dtype: torch.dtype) -> str | None:
+    """Why the kernels of rotary embedding cannot run here, or None.
+
+    Asked for the first time it compares them with their twins, which may compile for seconds.
+    """
+    return _fault("megatron_mla.kernels.selfcheck", "rope_fault", dtype)
+
+
+def _fault(module: str, check: str, *arguments) -> str | None:
+    """Why kernels cannot run, or what their self-check found wrong with them."""
+    reason = triton_missing_reason() or missing_reason(module)
     if reason is not None:
         return reason
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    return sys.modules["megatron_mla.kernels.selfcheck"].rope_fault(device, dtype)
+    return getattr(sys.modules[module], check)(device, *arguments)
+
+
+def should_use_dsa_kernels(config, num_heads: int) -> bool:
+    """Whether sparse attention runs on its Triton operators.
+
+    Args:
+        config: its ``params_dtype`` and widths are those that the kernels are checked with.
+        num_heads: of this rank.
+    Returns:
+        False silently with ``dsa_kernel_backend="none"``, and with None where there is no CUDA
+        device; False with one warning per process where the operators cannot run or are wrong on
+        this machine; else True.
+    """
+    backend = config.dsa_kernel_backend
+    if backend == "none" or (backend is None and not torch.cuda.is_available()):
+        return False
+    reason = None
+    if config.params_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reason = f"they take bf16, fp16 and fp32, not {config.params_dtype}"
+    reason = reason or _fault(
+        "megatron_mla.kernels.dsa_selfcheck",
+        "dsa_fault",
+        config.params_dtype,
+        num_heads,
+        (config.kv_lora_rank, config.qk_pos_emb_head_dim),
+        (config.dsa_indexer_n_heads, config.dsa_indexer_head_dim),
+        config.dsa_indexer_topk,
+    )
+    if reason is None:
+        return True
+    say_once(
+        "dsa-kernels",
+        f"Falling back to the eager operators of sparse attention: {reason}. "
+        "dsa_kernel_backend='none' silences this.",
+        warn=True,
+    )
+    return False
 
 
 def should_use_fused_mla_rope(config) -> bool:

@@ -8,7 +8,6 @@ keys per row.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
 from megatron_mla.attention.core import SDPACoreAttention, attend_to_latents
+from megatron_mla.attention.dsa_operators import dsa_operators, join_samples
 from megatron_mla.attention.index_sharing import (
     IndexBook,
     index_book_of,
@@ -29,16 +29,9 @@ from megatron_mla.attention.index_sharing import (
 )
 from megatron_mla.attention.indexer_loss import indexer_loss, join_loss, overlap_with_dense
 from megatron_mla.config import MLATransformerConfig
-from megatron_mla.kernels.index_ref import index_topk_ref
-from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
 from megatron_mla.parallel.groups import ParallelGroups
 from megatron_mla.parallel.microbatch import KeyBounds, Rows
-from megatron_mla.selection import determinism_is_asked, say_once
-
-_NO_KERNELS = (
-    "dsa_kernel_backend='triton': this version has no Triton operators for sparse attention, the "
-    "eager ones run."
-)
+from megatron_mla.selection import determinism_is_asked
 
 
 @dataclass
@@ -94,8 +87,7 @@ class DSACoreAttention(MegatronModule):
                 k_channels=v_channels + config.qk_pos_emb_head_dim,
                 v_channels=v_channels,
             )
-        if config.dsa_kernel_backend == "triton":
-            say_once("dsa_kernel_backend", _NO_KERNELS, level=logging.WARNING)
+        self.operators = dsa_operators(config, config.num_attention_heads // self.groups.tp_size)
         self.indexer = None
         if shares_indices(layer_number, offset, freq):
             return
@@ -131,11 +123,11 @@ class DSACoreAttention(MegatronModule):
                 scored = self.indexer(x, qr, rows)
         log = self.indexer_loss_log
         measured = log is not None and log.measures_overlap and self.indexer is not None
-        indices = None
+        indices, levels = None, None
         if self.dense is None or measured:
             indices = self._indices(scored, bounds, rows, batch, book)
         if self.dense is None:
-            out = self._sparse(query, key, indices)
+            out, levels = self._sparse(query, key, indices)
         else:
             out = attend_to_latents(self.dense, query, key, rows, self.v_channels)
         if measured:
@@ -144,8 +136,9 @@ class DSACoreAttention(MegatronModule):
         if not trains:
             return out
         loss = indexer_loss(
-            self.config, self.groups, scored, query, key, bounds, indices, self.softmax_scale
-        )
+            self.config, self.groups, self.operators, scored, query, key, bounds, indices, levels,
+            self.softmax_scale,
+        )  # fmt: skip
         if log is not None:
             # The rows of a micro-batch are shared evenly.
             log.add(self.layer_number, loss, bounds.num_rows // rows.cp_size * batch)
@@ -154,13 +147,17 @@ class DSACoreAttention(MegatronModule):
             loss = loss / max(1, bounds.num_rows * batch)
         return join_loss(out, loss)
 
-    def _sparse(self, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
+    def _sparse(
+        self, query: Tensor, key: Tensor, indices: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Output, and the log-sum-exp [L, H] of every sample where the operator gives it."""
         how = {"scale": self.softmax_scale, "v_dim": self.v_channels}
-        columns = [
-            sparse_attention_ref(query[:, b], key[:, b], indices[:, b], **how)
+        found = [
+            self.operators.attention(query[:, b], key[:, b], indices[:, b], **how)
             for b in range(query.shape[1])
         ]
-        return torch.stack(columns, dim=1)
+        outs, levels = zip(*found, strict=True)
+        return join_samples(outs), list(levels)
 
     def _trains_indexer(self) -> bool:
         """Whether this call makes an indexer loss: not in evaluation, nor a pass to recompute."""
@@ -194,10 +191,12 @@ class DSACoreAttention(MegatronModule):
                 "topk": self.config.dsa_indexer_topk,
                 "relu": self.config.dsa_indexer_scoring_relu,
             }
-            chosen = [
-                index_topk_ref(q[:, b], k[:, b], w[:, b], bounds, **how) for b in range(batch)
-            ]
-            indices = torch.stack(chosen, dim=1)
+            indices = join_samples(
+                [
+                    self.operators.topk(q[:, b], k[:, b], w[:, b], bounds, **how)
+                    for b in range(batch)
+                ]
+            )
         elif book is None or self.source not in book.chosen:
             raise ValueError(
                 f"layer {self.layer_number} must find the indices of layer {self.source} in the "

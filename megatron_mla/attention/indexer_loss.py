@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mla.attention.dsa_operators import DSAOperators
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.kernels.index_overlap_ref import index_overlap_ref
-from megatron_mla.kernels.indexer_loss_ref import indexer_loss_ref
 from megatron_mla.parallel.groups import ParallelGroups
 from megatron_mla.parallel.microbatch import KeyBounds
 
@@ -86,25 +86,29 @@ class IndexerLossLog:
 def indexer_loss(
     config: MLATransformerConfig,
     groups: ParallelGroups,
+    operators: DSAOperators,
     scored: tuple[Tensor, Tensor, Tensor],
     query: Tensor,
     key: Tensor,
     bounds: KeyBounds,
     indices: Tensor | None,
+    levels: list[Tensor | None] | None,
     scale: float,
 ) -> Tensor:
     """Divergence of the indexer from the attention, summed over the rows of this rank.
 
     Args:
+        operators: of :func:`~megatron_mla.attention.dsa_operators.dsa_operators`.
         scored: the indexer's queries [L, B, n, D], keys [keys, B, D] and weights [L, B, n].
         query: [L, B, H, E]. key: [keys, B, E].
         indices: [L, B, K], for the sparse loss.
+        levels: log-sum-exp [L, H] of the attention over ``indices`` for every sample, if known.
     Returns:
         Scalar in fp32, coefficient included.
     """
     sparse = config.dsa_indexer_use_sparse_loss and config.dsa_indexer_stage != "warmup"
     losses = [
-        indexer_loss_ref(
+        operators.loss(
             *(t[:, b] for t in scored),
             query[:, b].detach(),
             key[:, b].detach(),
@@ -112,6 +116,7 @@ def indexer_loss(
             scale=scale,
             relu=config.dsa_indexer_scoring_relu,
             indices=indices[:, b] if sparse else None,
+            lse=levels[b] if sparse and levels is not None else None,
             sum_heads=_sum_over_tp(groups),
         )
         for b in range(query.shape[1])

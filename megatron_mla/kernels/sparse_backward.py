@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_mla.kernels.ordered_sum import add_rows_in_order_
 from megatron_mla.kernels.products import precision_of, product, rounded
 from megatron_mla.kernels.rotation import on_device_of
 from megatron_mla.kernels.sparse_forward import LOG2_E, head_block, slot_range
@@ -181,7 +182,7 @@ def launch_grads(query, key, indices, grad, buffer, grad_query, grad_key, *, til
     """
     num_rows, num_heads, width = query.shape
     wide = query.element_size() > 2
-    tile = tile or ((32, 32, 4, 2) if wide else (64, 64, 4, 3 if num_heads <= 64 else 2))
+    tile = tile or ((32, 32, 4, 2) if wide else (64, 64, 4, 3))
     block_n, block_k, warps, stages = tile
     atomic = grad_key.dim() == 2
     with on_device_of(query):
@@ -226,8 +227,7 @@ def sparse_backward(
     how = {"dtype": query.dtype, "device": query.device}
     buffer = torch.empty(step, 2, num_heads, padded, **how)
     grad_query = torch.empty(query.shape, **how)
-    # One row more, for slots without a key.
-    sums = torch.zeros(num_keys + 1, width, dtype=torch.float32, device=query.device)
+    sums = torch.zeros(num_keys, width, dtype=torch.float32, device=query.device)
     added = sums
     if deterministic:
         added = torch.empty(step, num_slots, width, dtype=torch.float32, device=query.device)
@@ -244,7 +244,5 @@ def sparse_backward(
                 grad_query[rows, heads], added[:some] if deterministic else sums,
             )  # fmt: skip
             if deterministic:
-                place = indices[rows].long()
-                place = place.masked_fill((place < 0) | (place >= num_keys), num_keys)
-                sums.index_put_((place,), added[:some], accumulate=True)
-    return grad_query, sums[:num_keys].to(key.dtype)
+                add_rows_in_order_(sums, indices[rows].flatten(), added[:some].flatten(0, 1))
+    return grad_query, sums.to(key.dtype)

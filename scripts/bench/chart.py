@@ -1,4 +1,4 @@
-"""Chart of a benchmark's newest rows: how near every implementation comes to a copy."""
+"""Chart of a benchmark's newest rows: how near every implementation comes to a ceiling."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ PEER_COLOURS = ("#8a63a8", "#b5485d", "#6d4c2f", "#3f3f3f")
 # squeeze all others.
 MOST = 1.25
 BAR = 0.13  # inches
+CEILINGS = ("copy", "matmul")
+WHAT = "Bytes that have to move over the time, as share of a device-to-device copy in the same run"
 
 
 def newest(path: Path) -> dict[tuple[str, str, str], dict[str, dict]]:
@@ -37,19 +39,18 @@ def newest(path: Path) -> dict[tuple[str, str, str], dict[str, dict]]:
     groups: dict[tuple[str, str, str], dict[str, dict]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["op"] != "copy":
+            if row["op"] not in CEILINGS:
                 group = groups.setdefault((row["op"], row["case"], row["direction"]), {})
                 group[row["impl"]] = row
     return groups
 
 
-def caption(rows: list[dict]) -> str:
+def caption(rows: list[dict], what: str) -> str:
     def values(column: str) -> str:
         return ", ".join(sorted({row[column] for row in rows}))
 
     return (
-        f"Bytes that have to move over the time, as share of a device-to-device copy in the same "
-        f"run; bars end at {MOST:.0%}.\n{values('gpu')}, torch {values('torch')}, Triton "
+        f"{what}; bars end at {MOST:.0%}.\n{values('gpu')}, torch {values('torch')}, Triton "
         f"{values('triton')}, commit {values('commit')}, {values('date')}"
     )
 
@@ -93,12 +94,13 @@ def _draw_column(axis, groups: list, colours: dict[str, str], height: float) -> 
     axis.tick_params(axis="y", length=0)
 
 
-def draw(rows: Path, target: Path) -> Path:
+def draw(rows: Path, target: Path, *, what: str = WHAT) -> Path:
     """Draw the newest rows of a CSV of the benchmarks, one group of bars for every case.
 
     Args:
-        rows: CSV with :data:`scripts.bench.common.COLUMNS`; rows of ``copy`` are not drawn.
+        rows: CSV with :data:`scripts.bench.common.COLUMNS`; rows of ceilings are not drawn.
         target: .svg or .png, overwritten.
+        what: the bars are.
     Returns:
         ``target``.
     Raises:
@@ -126,7 +128,7 @@ def draw(rows: Path, target: Path) -> Path:
     per_row = 4 * len(columns)
     figure.legend(handles, names, loc="upper center", ncols=per_row, frameon=False)
     lines = math.ceil(len(names) / per_row)
-    figure.text(0.5, 0.08 / inches, caption(found), ha="center", va="bottom", fontsize=7)
+    figure.text(0.5, 0.08 / inches, caption(found, what), ha="center", va="bottom", fontsize=7)
     figure.tight_layout(rect=(0, 0.45 / inches, 1, 1 - (0.15 + 0.2 * lines) / inches))
     target.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if target.suffix == ".svg" else None

@@ -34,6 +34,7 @@ DSA = {
     "dsa_indexer_head_dim": 16,
     "dsa_indexer_topk": 5,
     "dsa_indexer_loss_coeff": 0.5,
+    "dsa_kernel_backend": "none",
 }
 # Prefix of the names of the indexer's parameters.
 INDEXER = "core_attention.indexer."

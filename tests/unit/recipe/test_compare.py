@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mla.recipe.compare import compare_logs, main
+from megatron_mla.recipe.compare import DSA, ROPE, agrees, compare_logs, main
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -97,3 +97,73 @@ def test_checkpoints_are_kept_apart_where_a_recipe_saves_any(
     for arguments, name in zip(seen, ("fused", "unfused"), strict=True):
         folder = str(tmp_path / name / "checkpoints")
         assert (folder in arguments) is saves and ("--save" in arguments) is saves
+
+
+def assert_runs(pair, losses, arguments, tmp_path, monkeypatch, said=("", "")):
+    """Exit status of a comparison whose runs have these losses; checks what they were told."""
+    seen = []
+
+    def run(nproc, told):
+        index = len(seen)
+        seen.append(told)
+        assert told[-2:] == ["--log-dir", str(tmp_path / pair.names[index])]
+        assert [*pair.flags[index]] == told[len(told) - 2 - len(pair.flags[index]) : -2]
+        (tmp_path / pair.names[index]).mkdir()
+        extra = {"tokens_per_s": 100.0 * (index + 1), "indexer_loss": 0.5}
+        write(tmp_path / pair.names[index] / "log.jsonl", losses[index], **extra)
+        return 0, said[index]
+
+    monkeypatch.setattr("megatron_mla.recipe.compare._run", run)
+    return main(["--out", str(tmp_path), *arguments], pair)
+
+
+GLM = ["--config", str(CONFIGS / "glm5_dsa_proxy_h200.yaml"), "--train-iters", "20"]
+
+
+@pytest.mark.parametrize(("gap", "status"), [(1.009, 0), (0.991, 0), (1.011, 1), (math.nan, 1)])
+def test_backends_have_to_agree_at_the_end(gap, status, tmp_path, monkeypatch, capsys) -> None:
+    curve = [4.0 - 0.1 * i for i in range(20)]
+    other = [5.0] * 18 + [gap * loss for loss in curve[18:]]  # far off until then
+    assert assert_runs(DSA, (other, curve), GLM, tmp_path, monkeypatch) == status
+    said = capsys.readouterr().out
+    assert "20 steps; triton, none:" in said and "-50.0%" in said and "last loss" in said
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert found["names"] == ["triton", "none"] and found["agrees"] is (status == 0)
+    assert found["tokens_per_s"] == [100.0, 200.0] and found["steps"] == 20
+    assert found["curves"]["loss"]["none"]["20"] == curve[-1]
+    assert found["curves"].keys() == {"loss", "grad_norm", "indexer_loss"}
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_rotation_has_to_give_the_same_numbers(tmp_path, monkeypatch) -> None:
+    curve, other = [3.0, 2.0], [3.0, math.nextafter(2.0, 3.0)]
+    assert assert_runs(ROPE, (other, curve), GLM, tmp_path, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("pair", [ROPE, DSA], ids=lambda pair: pair.program)
+def test_run_that_took_the_other_way_is_no_comparison(pair, tmp_path, monkeypatch, capsys) -> None:
+    said = f"WARNING: {pair.fallback}, because", ""
+    assert assert_runs(pair, ([1.0], [1.0]), GLM, tmp_path, monkeypatch, said) == 2
+    assert f"the run was not {pair.names[0]}" in capsys.readouterr().err
+
+
+def test_fallback_of_another_pair_does_not_matter(tmp_path, monkeypatch) -> None:
+    said = ROPE.fallback, DSA.fallback
+    assert assert_runs(DSA, ([1.0], [1.0]), GLM, tmp_path, monkeypatch, said) == 0
+
+
+def test_mean_is_of_the_last_tenth(tmp_path) -> None:
+    a = write(tmp_path / "a", [9.0] * 28 + [1.0, 2.0, 3.0, 50.0])
+    b = write(tmp_path / "b", [9.0] * 28 + [1.0, 2.0, 3.0])
+    found = compare_logs(a, b)  # 31 steps in common
+    assert found.steps == 31 and found.last_losses == (2.0, 2.0)
+    assert found.gaps == {"loss": 0.0, "grad_norm": 0.0}
+    assert agrees(found, DSA) and not agrees(found, ROPE)
+
+
+def test_runs_without_a_common_step_are_refused(tmp_path) -> None:
+    a = tmp_path / "a"
+    a.write_text(json.dumps({"iteration": 7, "loss": 1.0}) + "\n")
+    with pytest.raises(ValueError, match="a step in common"):
+        compare_logs(a, write(tmp_path / "b", [1.0, 2.0]))
