@@ -39,7 +39,7 @@ def _store_tile(out, tile, row, column, stride, num_rows, num_keys):
     tl.store(out + row.to(tl.int64)[:, None] * stride + column[None, :], tile, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first", "num_keys", "enough"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "first", "num_keys", "enough"])
 def _scores_kernel(
     q,  # [rows, n, D], last stride 1
     k,  # [S, D], last stride 1
@@ -52,10 +52,10 @@ def _scores_kernel(
     w_strides,
     out_stride,
     num_rows,
+    num_heads,
     first,
     num_keys,
     enough,  # rows that see no more keys need no scores
-    HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     M: tl.constexpr,
@@ -92,7 +92,7 @@ def _scores_kernel(
     w += query * w_strides[0]
     keys = tl.trans(_load_heads(k_tile, channel, D, BLOCK_D))  # [BLOCK_D, N]
     total = tl.zeros([M, N], tl.float32)
-    for head in tl.range(0, HEADS, num_stages=STAGES):
+    for head in tl.range(0, num_heads, num_stages=STAGES):
         queries = _load_heads(q_tile + head * q_strides[1], channel, D, BLOCK_D)
         weight = tl.load(w + head * w_strides[1]).to(tl.float32)
         products = product(queries, keys, tl.zeros([M, N], tl.float32), PRECISION)
@@ -159,10 +159,10 @@ def launch_scores(
             w.stride(),
             out.stride(0),
             rows,
+            heads,
             first,
             keys,
             enough,
-            HEADS=heads,
             D=width,
             BLOCK_D=max(triton.next_power_of_2(width), 16),
             RELU=relu,

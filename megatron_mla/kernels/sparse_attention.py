@@ -17,6 +17,24 @@ from megatron_mla.kernels.registry import register
 from megatron_mla.kernels.sparse_backward import sparse_backward
 from megatron_mla.kernels.sparse_forward import launch_forward
 
+try:
+    from megatron_mla.kernels.sparse_forward_hopper import fits, launch_forward_hopper
+except Exception as error:  # noqa: BLE001  Gluon is experimental: another Triton may lack anything
+    _hopper_fault: str | None = f"{type(error).__name__}: {error}"
+else:
+    _hopper_fault = None
+
+
+def runs_on_hopper(query: Tensor, v_dim: int) -> bool:
+    """Whether the forward of ``query`` [T, H, D] is the kernel for Hopper."""
+    return _hopper_fault is None and fits(query, v_dim)
+
+
+def leave_hopper(fault: str) -> None:
+    """Let the portable kernel run from now on, where the one for Hopper has a fault."""
+    global _hopper_fault
+    _hopper_fault = fault
+
 
 def _is_empty(query: Tensor, key: Tensor, indices: Tensor) -> bool:
     return 0 in (*query.shape, *key.shape, *indices.shape)
@@ -32,7 +50,10 @@ def _sparse_attention(query, key, indices, scale, v_dim):
     out, lse = _empty(query, key, indices, scale, v_dim)
     if _is_empty(query, key, indices):
         return out.zero_(), lse.fill_(-torch.inf)
-    launch_forward(query, key, indices, out, lse, scale)
+    if runs_on_hopper(query, v_dim):
+        launch_forward_hopper(query, key, indices, out, lse, scale)
+    else:
+        launch_forward(query, key, indices, out, lse, scale)
     return out, lse
 
 

@@ -22,6 +22,8 @@ from megatron_mla.kernels.rotation import on_device_of
 
 # Columns that one program can hold: 32 registers of each of 1024 threads.
 MOST_COLUMNS = 1 << 15
+# And of candidates, whose addresses (64 bits) pass through shared memory.
+MOST_CANDIDATES = 1 << 14
 
 # Below the keys of all scores.
 _UNSEEN = tl.constexpr(-(1 << 31))
@@ -327,7 +329,8 @@ def launch_select(
             found = torch.empty(rows, segments * topk, dtype=torch.int32, device=scores.device)
             launch(segments, found, 0)
             candidates, count, span = found, segments * topk, segments * topk
-            block = min(block, tiles_of(span, topk)[0])
+            block = min(block, tiles_of(span, topk)[0], MOST_CANDIDATES)
+            _, stream = tiles_of(span, topk, block)
         launch(1, out, first)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_mla.kernels.absorb import absorb_query
 from megatron_mla.kernels.concat import rope_concat
 from megatron_mla.kernels.concat_ref import rope_concat_ref
+from megatron_mla.kernels.dsa_selfcheck import dsa_fault
 from megatron_mla.kernels.kv_split import rope_kv_split
 from megatron_mla.kernels.kv_split_ref import rope_kv_split_ref
 from megatron_mla.kernels.rope import rope, rope_
@@ -88,15 +89,35 @@ def exercise(shape: tuple[int, ...], dtype: torch.dtype, table_dtype: torch.dtyp
     return wrong
 
 
+# Heads, latent and positional channels, heads and channels of the indexer, slots.
+SPARSE = [
+    (64, (512, 64), (32, 128), 200),
+    (37, (40, 12), (5, 24), 70),
+    (8, (512, 64), (64, 128), 64),
+]
+
+
 def main() -> None:
     faults = []
+    device = "cuda:0" if DEVICE == "cuda" else "cpu"
+    for problem, dtype in itertools.product(SPARSE, DTYPES):
+        for strict in (False, True):
+            torch.use_deterministic_algorithms(strict)
+            dsa_fault.cache_clear()
+            fault = dsa_fault(device, dtype, *problem)
+            if fault is not None:
+                faults.append(f"sparse attention {problem} {dtype}: {fault}")
+    torch.use_deterministic_algorithms(False)
     for shape, dtype in itertools.product(SHAPES, DTYPES):
         for table_dtype in {dtype, torch.float32}:
             for name in exercise(shape, dtype, table_dtype):
                 faults.append(f"{name} {shape} {dtype} with {table_dtype} tables")
     if faults:
         raise SystemExit("\n".join(faults))
-    print(f"{len(SHAPES) * (2 * len(DTYPES) - 1)} problems, every bit as in the twins, on {DEVICE}")
+    print(
+        f"{len(SHAPES) * (2 * len(DTYPES) - 1)} problems, every bit as in the twins, and "
+        f"{2 * len(SPARSE) * len(DTYPES)} of sparse attention, close to fp64, on {DEVICE}"
+    )
 
 
 if __name__ == "__main__":

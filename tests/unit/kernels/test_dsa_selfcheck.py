@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mla.kernels import dsa_selfcheck
+from megatron_mla.kernels import dsa_selfcheck, sparse_attention
 from tests.helpers.rotations import DEVICE
 
 WHERE = f"cuda:{torch.cuda.current_device()}" if DEVICE != "cpu" else "cpu"
@@ -58,3 +58,26 @@ def test_kernels_that_do_not_run_are_a_sentence(monkeypatch) -> None:
     monkeypatch.setattr(dsa_selfcheck, "index_topk", broken)
     fault = dsa_selfcheck.dsa_fault(WHERE, torch.float32, *PROBLEM)
     assert "do not run" in fault and "no such instruction" in fault
+
+
+def test_a_fault_of_the_hopper_kernel_leaves_the_portable_one(monkeypatch) -> None:
+    """A forward that is wrong only where the kernel for Hopper runs."""
+    monkeypatch.setattr(sparse_attention, "_hopper_fault", None)
+    monkeypatch.setattr(sparse_attention, "fits", lambda query, v_dim: True)
+
+    def wrong(query, key, indices, out, lse, scale):
+        sparse_attention.launch_forward(query, key, indices, out, lse, scale)
+        out += 1
+
+    monkeypatch.setattr(sparse_attention, "launch_forward_hopper", wrong)
+    assert dsa_selfcheck.dsa_fault(WHERE, torch.float32, *PROBLEM) is None
+    assert "wrong output" in sparse_attention._hopper_fault
+
+
+@pytest.mark.gpu
+def test_the_hopper_kernel_is_what_runs_on_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this device is no Hopper")
+    query = torch.empty(1, 64, 576, dtype=torch.bfloat16, device="cuda")
+    assert dsa_selfcheck.dsa_fault(WHERE, torch.bfloat16, 64, (512, 64), (32, 128), 2048) is None
+    assert sparse_attention.runs_on_hopper(query, 512)

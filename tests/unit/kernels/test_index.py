@@ -145,6 +145,21 @@ def test_rows_that_see_no_more_than_topk_are_not_scored(monkeypatch) -> None:
     assert got.tolist() == [[*range(row + 1)] + [-1] * (19 - row) for row in range(20)]
 
 
+def test_one_key_more_than_topk_is_a_choice() -> None:
+    inputs = indexer(20, 40, 2, 8)
+    bounds = bounds_of([(i, i + 13) for i in range(20)])
+    assert_chosen(index_topk(*inputs, bounds, topk=12), index_topk_ref(*inputs, bounds, topk=12))
+
+
+@pytest.mark.parametrize("end", [33, 65, 129, 257])
+def test_one_key_of_a_tile_is_scored(end) -> None:
+    inputs = indexer(3, 300, 2, 8)
+    for span in ((0, end), (end - 2, 300)):
+        bounds = bounds_of([span] * 3)
+        want = wanted_scores(*inputs, bounds) + 0.0
+        assert_same_bits("scores", index_scores(*inputs, bounds), want, finite=False)
+
+
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
 def test_keys_that_a_row_cannot_see_do_not_matter(strange) -> None:
     q, k, w = indexer(40, 40, 3, 8)

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from megatron_mla.kernels import sparse_backward
-from megatron_mla.kernels.sparse_attention import sparse_attention, sparse_attention_with_lse
+from megatron_mla.kernels.sparse_attention import (
+    runs_on_hopper,
+    sparse_attention,
+    sparse_attention_with_lse,
+)
 from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
 from megatron_mla.kernels.sparse_forward import launch_forward
 from tests.helpers.close import assert_close
@@ -260,3 +264,40 @@ def test_refusals(changes, message) -> None:
         arguments["key"] = arguments["key"].double()
     with pytest.raises(ValueError, match=message):
         sparse_attention(**arguments, scale=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [8, 33, 64, 100])
+@pytest.mark.parametrize("name", LISTS)
+def test_widths_of_models(name, heads, dtype) -> None:
+    """512 + 64 channels, on Hopper with a kernel of their own from 33 heads on."""
+    *tensors, _ = problem(4, 64, heads, 576, 1, 512, dtype=dtype)
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert runs_on_hopper(tensors[0], 512) == (heads > 32)
+    chosen = torch.tensor(LISTS[name], dtype=torch.int32, device=DEVICE)
+    empty = torch.full_like(chosen, -1)
+    assert_right(tensors, torch.stack([chosen, empty, chosen.flip(0), chosen.roll(1)]))
+
+
+@pytest.mark.gpu
+def test_last_rows_past_2_31_elements() -> None:
+    rows, heads, keys, slots = 60_000, 64, 4096, 100
+    assert rows * heads * 576 > 2**31
+    if torch.cuda.mem_get_info()[0] < 8 * rows * heads * 576:
+        pytest.skip("needs 18 GB of free GPU memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    query = torch.zeros(rows, heads, 576, **how).normal_(generator=generator)
+    grad = torch.zeros(rows, heads, 512, **how).normal_(generator=generator)
+    key = torch.zeros(keys, 576, **how).normal_(generator=generator)
+    # The last rows alone choose the last keys.
+    indices = torch.randint(2000, (rows, slots), device="cuda", generator=generator)
+    indices[-64:] += 2000
+    got = run(query, key, grad, indices)
+    last = query[-64:], key, grad[-64:]
+    want = truth(*last, indices[-64:])
+    got = got[0][-64:], got[1][-64:], got[2][2000:4000]
+    want = *want[:2], want[2][2000:4000]
+    for part, one, other in zip(NAMES.split(), got, want, strict=True):
+        assert_close(part, one, other, rel=2e-2, reason=BF16)
