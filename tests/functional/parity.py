@@ -44,6 +44,7 @@ class Case:
     experts: bool = False
     fused: bool = True
     form: str = "expanded"  # "absorbed" | "dsa" | "dsa_sparse_loss"
+    kernels: bool = False  # of sparse attention, in the interpreter; on a GPU they always run
 
     @property
     def world(self) -> int:
@@ -57,6 +58,7 @@ class Case:
         parts += [f"recompute_{self.recompute}"] if self.recompute else []
         parts += [] if self.fused else ["eager"]
         parts += [] if self.form == "expanded" else [self.form]
+        parts += ["kernels"] if self.kernels else []
         return "-".join(parts + (["experts"] if self.experts else []))
 
 
@@ -106,10 +108,17 @@ def _latent_cases() -> list[Case]:
         cases.append(Case(**common, form="dsa", gpt=True))
         cases.append(Case(**common, form="dsa_sparse_loss", gpt=True, recompute="full"))
     cases.append(Case(tp=2, cp=2, sp=True, packed=True, form="dsa", fused=False))
+    for tp, cp, packed in ((2, 1, True), (1, 2, False), (2, 2, True)):
+        form = "dsa_sparse_loss" if packed else "dsa"
+        cases.append(Case(tp=tp, cp=cp, sp=tp > 1, packed=packed, form=form, kernels=True))
     return cases
 
 
 CASES = _cases()
+
+
+def runs_kernels(case: Case) -> bool:
+    return case.kernels or torch.cuda.is_available()
 
 
 def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool, fused: bool):
@@ -146,6 +155,8 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool, fus
             # Layers of a GPT share.
             "dsa_indexer_topk_freq": 2 if case.gpt else 1,
             "dsa_indexer_rope_interleaved": case.packed,
+            # One rank on the eager operators is what all are compared with.
+            "dsa_kernel_backend": "triton" if fused and runs_kernels(case) else "none",
         }
     return MLATransformerConfig(
         num_layers=2 if case.gpt else 1,
