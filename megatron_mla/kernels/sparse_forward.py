@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,8 +17,11 @@ from megatron_mla.kernels.products import precision_of, product, rounded
 from megatron_mla.kernels.rotation import on_device_of
 
 LOG2_E = math.log2(math.e)
-# What a program may hold in shared memory on Hopper, less what reductions take: 227 KiB.
-SHARED_BYTES = 224 * 1024
+# Shared memory of a program on Hopper, where there is no device to ask; and what reductions take.
+HOPPER_SHARED_BYTES = 227 * 1024
+REDUCTION_BYTES = 3 * 1024
+# Of a block at most: the rows that one instruction of Hopper's tensor cores takes.
+HEADS = 64
 
 
 @triton.jit
@@ -134,15 +138,31 @@ def head_block(num_heads: int, largest: int) -> int:
     return min(largest, max(16, triton.next_power_of_2(num_heads)))
 
 
-def forward_tile(num_heads: int, c: int, r: int, itemsize: int) -> tuple[int, int, int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """Shared memory that a program may have, and heads of a block."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES, HEADS
+    properties = torch.cuda.get_device_properties(device)
+    # Blackwell keeps sums where Triton cannot scale them, and takes them through shared memory.
+    return properties.shared_memory_per_block_optin, HEADS if properties.major < 10 else HEADS // 2
+
+
+def forward_tile(
+    num_heads: int, c: int, r: int, itemsize: int, limits: tuple[int, int]
+) -> tuple[int, int, int, int]:
     """Heads and slots of a block, warps, stages: the largest that shared memory takes."""
     widths = blocks_of(c, r)
+    room = limits[0] - REDUCTION_BYTES
     # Sums of a block have to fit into the registers of eight warps.
-    heads = head_block(num_heads, max(16, 64 * 512 // widths["BLOCK_C"] * 2 // max(2, itemsize)))
+    fitting = HEADS * 512 // widths["BLOCK_C"] * 2 // max(2, itemsize)
+    heads = head_block(num_heads, max(16, min(limits[1], fitting)))
     width = (widths["BLOCK_C"] + (widths["BLOCK_R"] if r else 0)) * itemsize
     slots, stages = 64, 2
-    while (heads + slots * stages) * width > SHARED_BYTES and (stages > 1 or slots > 16):
+    # 64 slots have no equal on tensor cores, two buffers none in hiding copies.
+    while (heads + slots * stages) * width > room and (stages > 1 or slots > 16):
         slots, stages = (slots // 2, stages) if slots > 32 or stages == 1 else (slots, stages - 1)
+    while (heads + slots) * width > room and heads > 16:
+        heads //= 2
     return heads, slots, 8 if heads * widths["BLOCK_C"] >= 64 * 256 else 4, stages
 
 
@@ -163,7 +183,8 @@ def launch_forward(
     """
     num_rows, num_heads, width = query.shape
     c = out.shape[-1]
-    tile = tile or forward_tile(num_heads, c, width - c, query.element_size())
+    limits = device_limits(query.device)
+    tile = tile or forward_tile(num_heads, c, width - c, query.element_size(), limits)
     block_h, block_k, warps, stages = tile
     with on_device_of(query):
         _forward[(num_rows * triton.cdiv(num_heads, block_h),)](

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("offline.py")
+SPARSE = Path(__file__).with_name("offline_sparse.py")
 MAIN_WIDTHS = [128, 64, 128]
 
 
@@ -27,8 +28,15 @@ def _compiler_missing() -> str | None:
     return None
 
 
+CAPABILITIES = pytest.mark.parametrize("capability", [80, 90, 100], ids=lambda c: f"sm_{c}")
+
+
 @pytest.fixture(scope="module", params=[80, 90, 100], ids=lambda capability: f"sm_{capability}")
 def report(request) -> list[dict]:
+    return compiled(PROGRAM, request.param)
+
+
+def compiled(program: Path, capability: int) -> list[dict]:
     if reason := _compiler_missing():
         pytest.skip(reason)
     # Not the interpreter, and no GPU even where there is one.
@@ -37,7 +45,7 @@ def report(request) -> list[dict]:
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, PROGRAM, str(request.param)],
+        [sys.executable, program, str(capability)],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -80,3 +88,19 @@ def test_nothing_is_stored_in_place_before_all_is_loaded(report) -> None:
             assert last_load < first_store, _name(entry)
             assert {"bar", "barrier"} & set(between), _name(entry)
     assert seen
+
+
+# Sums and choices, no products.
+WITHOUT_PRODUCTS = {"mean", "ordered-sum", "select", "select-long"}
+
+
+@CAPABILITIES
+def test_sparse_attention_compiles_for_tensor_cores_and_fits(capability) -> None:
+    """Shared memory of every launch with the widths of GLM-5, for 64 heads and 8."""
+    entries = compiled(SPARSE, capability)
+    assert len({(e["launch"], e["heads"]) for e in entries}) == 32 + (capability == 90)
+    for entry in entries:
+        assert entry["fits"], entry
+        assert bool(entry["products"]) != (entry["launch"] in WITHOUT_PRODUCTS), entry
+        if entry["launch"] == "forward-hopper":
+            assert entry["products"] == ["wgmma.mma_async"]
