@@ -53,7 +53,7 @@ def assert_right(tensors, indices, *, scale=None) -> None:
     query, key, grad = (t.double() for t in tensors)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     got, want = run(*tensors, indices, scale=scale), truth(*tensors, indices, scale=scale)
-    of_weights = torch.einsum("thc,sc->ths", grad, key[:, : grad.shape[-1]]).abs().max()
+    of_weights = torch.einsum("thc,kc->thk", grad, key[:, : grad.shape[-1]]).abs().max()
     parts = (
         key.abs().max(),
         scale * of_weights * key.abs().max(),
