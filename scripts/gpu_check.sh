@@ -26,4 +26,5 @@ else
     echo "compute-sanitizer is not here: memory and races are not checked" >&2
 fi
 "$PY" scripts/bench/rope.py --no-tests
+"$PY" scripts/bench/dsa.py --no-tests
 "$PY" scripts/bench/layer.py
