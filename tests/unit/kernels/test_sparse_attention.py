@@ -102,17 +102,28 @@ def test_heads_past_a_block(monkeypatch, heads, strict) -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["atomic", "ordered"])
 def test_chunks_of_rows(monkeypatch, strict) -> None:
-    """Every chunk but the last is full, the buffer between kernels is reused."""
+    """Every chunk but the last is full, the buffers are reused, and no larger than they may be."""
     *tensors, indices = problem(7, 30, 3, 24, 20, 16, outside=3)
-    monkeypatch.setattr(sparse_backward, "BUFFER_ELEMENTS", 3 * 2 * 3 * 128)
+    most = 3 * 2 * 3 * 128  # three rows of slopes and probabilities
+    made = []
+    launch, add = sparse_backward.launch_slopes, sparse_backward.add_rows_in_order_
+    monkeypatch.setattr(sparse_backward, "BUFFER_ELEMENTS", most)
+    monkeypatch.setattr(
+        sparse_backward, "launch_slopes", lambda *a: (made.append(a[6].numel()), launch(*a))
+    )
+    monkeypatch.setattr(
+        sparse_backward, "add_rows_in_order_", lambda *a: (made.append(a[2].numel()), add(*a))
+    )
     with strict_order() if strict else contextlib.nullcontext():
         assert_right(tensors, indices)
+    assert len(made) == (6 if strict else 3)
+    assert max(made) <= most
 
 
 LISTS = {
     "holes": [3, -1, 0, 7, -5, 8, 9, -1, 1],
     "hole first": [-1, -1, 4, 2, 1, 0, 8, 7, 6],
-    "whole blocks of holes": [-1] * 70 + [2] + [-1] * 150 + [5, 1] + [-1] * 40,
+    "whole blocks of holes": [-1] * 290 + [2] + [-1] * 150 + [5, 1] + [-1] * 40,
     "full blocks, then holes": list(range(64)) + [-1, 3, -1],
     "outside": [9, 64, 1 << 30, -(1 << 31), (1 << 31) - 1, 0, 1, 2, 3],
     "twice": [4, 4, 4, 1, 1, 2, 0, 0, 0],
