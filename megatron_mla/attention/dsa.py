@@ -87,7 +87,7 @@ class DSACoreAttention(MegatronModule):
                 k_channels=v_channels + config.qk_pos_emb_head_dim,
                 v_channels=v_channels,
             )
-        self.operators = dsa_operators(config, config.num_attention_heads // self.groups.tp_size)
+        self.operators = dsa_operators(config, self.groups)
         self.indexer = None
         if shares_indices(layer_number, offset, freq):
             return

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mla.config import MLATransformerConfig
 from megatron_mla.kernels.index_ref import index_topk_ref
 from megatron_mla.kernels.indexer_loss_ref import indexer_loss_ref
 from megatron_mla.kernels.sparse_attention_ref import sparse_attention_ref
-from megatron_mla.selection import should_use_dsa_kernels
+from megatron_mla.parallel.groups import ParallelGroups
+from megatron_mla.selection import say_once, should_use_dsa_kernels
 
 
 class DSAOperators(NamedTuple):
@@ -32,9 +34,9 @@ class DSAOperators(NamedTuple):
     loss: Callable
 
 
-def dsa_operators(config: MLATransformerConfig, num_heads: int) -> DSAOperators:
-    """Operators for ``config`` on this machine; ``num_heads`` are those of this rank."""
-    if not should_use_dsa_kernels(config, num_heads):
+def dsa_operators(config: MLATransformerConfig, groups: ParallelGroups) -> DSAOperators:
+    """Operators for ``config`` on this machine; all tensor-parallel ranks have to call."""
+    if not _all_ranks_use_kernels(config, groups):
         return DSAOperators(index_topk_ref, _attention_ref, _loss_ref)
     # Not above: they need Triton.
     from megatron_mla.kernels.index import index_topk
@@ -42,6 +44,24 @@ def dsa_operators(config: MLATransformerConfig, num_heads: int) -> DSAOperators:
     from megatron_mla.kernels.sparse_attention import sparse_attention_with_lse
 
     return DSAOperators(index_topk, sparse_attention_with_lse, indexer_loss)
+
+
+def _all_ranks_use_kernels(config: MLATransformerConfig, groups: ParallelGroups) -> bool:
+    """Whether no rank has to fall back: the loss sums over heads of all, in chunks of one size."""
+    mine = should_use_dsa_kernels(config, config.num_attention_heads // groups.tp_size)
+    if groups.tp_size == 1:
+        return mine
+    # The device by name: a layer may be built on the meta device.
+    agreed = torch.tensor(int(mine), device=torch.cuda.current_device())
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=groups.tp)
+    if mine and not agreed.item():
+        say_once(
+            "dsa-kernels-elsewhere",
+            "Falling back to the eager operators of sparse attention: another tensor-parallel rank "
+            "cannot run the others, its log says why.",
+            warn=True,
+        )
+    return bool(agreed.item())
 
 
 def _attention_ref(query, key, indices, *, scale: float, v_dim: int) -> tuple[Tensor, None]:

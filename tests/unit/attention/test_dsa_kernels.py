@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -73,8 +75,9 @@ def test_given_indices_are_replayed() -> None:
     assert_close("input gradient", outs[0][1], outs[1][1].double(), rel=2e-5, reason=reason)
 
 
-def is_eager(config) -> bool:
-    return dsa_operators(config, 6).topk is index_topk_ref
+def is_eager(config, tp_size: int = 1) -> bool:
+    groups = SimpleNamespace(tp_size=tp_size, tp=None)
+    return dsa_operators(config, groups).topk is index_topk_ref
 
 
 def test_backend_follows_the_machine(monkeypatch) -> None:
@@ -105,4 +108,23 @@ def test_what_cannot_run_is_said_once_and_runs_eagerly(monkeypatch, cause) -> No
         assert is_eager(small_config(**fields))
         assert is_eager(small_config(**fields))
     assert sum(message in str(warning.message) for warning in said) == 1
+    selection.forget_said()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_tensor_parallel_ranks_agree(monkeypatch, others) -> None:
+    """One that falls back alone would sum over heads in chunks of another size, and hang."""
+    config = small_config(**{**DSA, "dsa_kernel_backend": "triton"})
+
+    def minimum(flag, op, group):
+        assert op == torch.distributed.ReduceOp.MIN
+        flag.clamp_(max=others)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", minimum)
+    selection.forget_said()
+    if others:
+        assert not is_eager(config, tp_size=2)
+    else:
+        with pytest.warns(UserWarning, match="another tensor-parallel rank"):
+            assert is_eager(config, tp_size=2)
     selection.forget_said()
