@@ -18,15 +18,13 @@ from torch import Tensor
 from megatron_mla.kernels.indexer_dense_grads import dense_tile, spans
 from megatron_mla.kernels.indexer_target import (
     LEAST,
-    LN_2,
-    LOG2_E,
-    SHARED_BYTES,
+    REDUCTION_BYTES,
     TINY,
     blocks_of,
     rectify,
     rows_of,
 )
-from megatron_mla.kernels.products import product
+from megatron_mla.kernels.products import LN_2, LOG2_E, product, shared_bytes
 from megatron_mla.kernels.rotation import on_device_of
 
 
@@ -184,7 +182,11 @@ def _slope_kernel(
 def target_tile(width: int, dtype: torch.dtype, device: torch.device) -> dict:
     """Rows and keys of a tile of the target, stages of the loads of queries, warps."""
     row = sum(blocks_of(width)) * dtype.itemsize
-    if device.type == "cpu" or dtype == torch.float32 or 192 * row > SHARED_BYTES:
+    if (
+        device.type == "cpu"
+        or dtype == torch.float32
+        or 192 * row > shared_bytes(device) - REDUCTION_BYTES
+    ):
         return {"rows": 16, "keys": 16, "stages": 1, "warps": 4}
     return {"rows": 64, "keys": 64, "stages": 2, "warps": 4}
 

@@ -24,15 +24,13 @@ from torch import Tensor
 
 from megatron_mla.kernels.indexer_target import (
     LEAST,
-    LN_2,
-    LOG2_E,
     TINY,
     chosen,
     rectify,
     rows_of,
     slots_in_use,
 )
-from megatron_mla.kernels.products import product, rounded
+from megatron_mla.kernels.products import LN_2, LOG2_E, product, rounded
 from megatron_mla.kernels.rotation import on_device_of
 
 # Slopes are rounded to the dtype of the keys to meet them in a product. They are small, 1 at most:

@@ -15,16 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_mla.kernels.products import product
+from megatron_mla.kernels.products import LN_2, LOG2_E, product, shared_bytes
 from megatron_mla.kernels.rotation import on_device_of
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # Least normal number of fp32, and less than any score: finite, also times log2(e).
 TINY = tl.constexpr(1.1754943508222875e-38)
 LEAST = tl.constexpr(-2e38)
-# Shared memory of one program on Hopper, less what reductions and barriers take.
-SHARED_BYTES = 226 * 1024
+# Of shared memory, what reductions and barriers take.
+REDUCTION_BYTES = 1024
 
 
 @triton.jit
@@ -194,7 +192,7 @@ def target_tile(num_heads: int, width: int, dtype: torch.dtype, device: torch.de
     row = sum(blocks_of(width)) * dtype.itemsize
     if dtype != torch.float32:
         for slots, stages in ((64, 3), (64, 1)):
-            if (slots * max(1, stages - 1) + heads) * row <= SHARED_BYTES:
+            if (slots * max(1, stages - 1) + heads) * row <= shared_bytes(device) - REDUCTION_BYTES:
                 return {"slots": slots, "heads": heads, "stages": stages, "warps": 4}
     return {"slots": 16, "heads": 16, "stages": 1, "warps": 4}
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mla.kernels.ordered_sum import add_rows_in_order_
-from megatron_mla.kernels.products import precision_of, product, rounded
+from megatron_mla.kernels.products import LOG2_E, precision_of, product, rounded
 from megatron_mla.kernels.rotation import on_device_of
-from megatron_mla.kernels.sparse_forward import LOG2_E, head_block, slot_range
+from megatron_mla.kernels.sparse_forward import head_block, slot_range
 
 # Slots of one program of the first kernel; rows of the buffer between the kernels hold a multiple.
 SLOT_BLOCK = 128
@@ -81,7 +81,7 @@ def _slopes(
         g = tl.load(at_g + first, mask=of_head[:, None] & in_c, other=0.0)
         scores = product(q, tl.trans(k), scores, PRECISION)
         of_weights = product(g, tl.trans(k), of_weights, PRECISION)
-    level = tl.load(lse + token * stride_lt + head, mask=of_head, other=0.0) * 1.4426950408889634
+    level = tl.load(lse + token * stride_lt + head, mask=of_head, other=0.0) * LOG2_E
     delta = tl.load(mean + token * stride_lt + head, mask=of_head, other=0.0)
     weights = tl.where(live[None, :], tl.exp2(scores * scale_log2 - level[:, None]), 0.0)
     slopes = tl.where(live[None, :], weights * (of_weights - delta[:, None]) * scale, 0.0)
@@ -168,7 +168,7 @@ def launch_slopes(query, key, indices, grad, lse, mean, buffer, scale, *, tile=N
             query, key, indices, grad, lse, mean, buffer,
             *query.stride()[:2], key.stride(0), indices.stride(0), *grad.stride()[:2],
             lse.stride(0), *buffer.stride()[:3],
-            num_heads, key.shape[0], indices.shape[1], scale, scale * LOG2_E,
+            num_heads, key.shape[0], indices.shape[1], scale, scale * LOG2_E.value,
             C=grad.shape[-1], D=width, BLOCK_N=block_n, BLOCK_H=block_h, BLOCK_K=SLOT_BLOCK,
             PRECISION=precision_of(query), STAGES=stages, num_warps=warps,
         )  # fmt: skip

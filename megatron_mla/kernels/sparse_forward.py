@@ -6,19 +6,22 @@ channels, K slots of a row.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_mla.kernels.products import precision_of, product, rounded
+from megatron_mla.kernels.products import (
+    LN_2,
+    LOG2_E,
+    precision_of,
+    product,
+    rounded,
+    shared_bytes,
+)
 from megatron_mla.kernels.rotation import on_device_of
 
-LOG2_E = math.log2(math.e)
-# Shared memory of a program on Hopper, where there is no device to ask; and what reductions take.
-HOPPER_SHARED_BYTES = 227 * 1024
+# Of shared memory, what reductions take.
 REDUCTION_BYTES = 3 * 1024
 # Of a block at most: the rows that one instruction of Hopper's tensor cores takes.
 HEADS = 64
@@ -119,7 +122,7 @@ def _forward(
     answer = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + token * stride_ot + head[:, None] * stride_oh + c[None, :]
     tl.store(place, rounded(answer, out.dtype.element_ty), mask=of_head & (c < C)[None, :])
-    level = (top + tl.log2(total)) * 0.6931471805599453
+    level = (top + tl.log2(total)) * LN_2
     tl.store(lse + token * stride_lt + head, level, mask=head < num_heads)
 
 
@@ -140,11 +143,11 @@ def head_block(num_heads: int, largest: int) -> int:
 
 def device_limits(device: torch.device) -> tuple[int, int]:
     """Shared memory that a program may have, and heads of a block."""
-    if device.type != "cuda":
-        return HOPPER_SHARED_BYTES, HEADS
-    properties = torch.cuda.get_device_properties(device)
+    heads = HEADS
     # Blackwell keeps sums where Triton cannot scale them, and takes them through shared memory.
-    return properties.shared_memory_per_block_optin, HEADS if properties.major < 10 else HEADS // 2
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10:
+        heads //= 2
+    return shared_bytes(device), heads
 
 
 def forward_tile(
@@ -190,7 +193,7 @@ def launch_forward(
         _forward[(num_rows * triton.cdiv(num_heads, block_h),)](
             query, key, indices, out, lse,
             *query.stride()[:2], key.stride(0), indices.stride(0), *out.stride()[:2],
-            lse.stride(0), num_heads, key.shape[0], indices.shape[1], scale * LOG2_E,
+            lse.stride(0), num_heads, key.shape[0], indices.shape[1], scale * LOG2_E.value,
             **blocks_of(c, width - c), BLOCK_H=block_h, BLOCK_K=block_k,
             SLOTS=triton.next_power_of_2(indices.shape[1]), PRECISION=precision_of(query),
             STAGES=stages, num_warps=warps,

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megatron_mla.kernels.products import LN_2, LOG2_E
 from megatron_mla.kernels.rotation import on_device_of
-from megatron_mla.kernels.sparse_forward import LOG2_E
 
 LATENT, POSITIONAL = 512, 64
 BLOCK_H, BLOCK_K, WARPS = 64, 64, 8
@@ -144,7 +144,7 @@ def _forward(
     at_out = out + token * stride_ot + (head * stride_oh)[:, None] + c[None, :]
     gl.store(at_out, answer, mask=(head < num_heads)[:, None] & (c >= 0)[None, :])
     head = first_head + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(1, SCORES))
-    level = (top + gl.log2(total)) * 0.6931471805599453
+    level = (top + gl.log2(total)) * LN_2
     gl.store(lse + token * stride_lt + head, level, mask=head < num_heads)
 
 
@@ -168,7 +168,7 @@ def launch_forward_hopper(
         _forward[(num_rows * triton.cdiv(num_heads, BLOCK_H),)](
             query, key, indices, out, lse,
             *query.stride()[:2], key.stride(0), indices.stride(0), *out.stride()[:2],
-            lse.stride(0), num_heads, key.shape[0], indices.shape[1], scale * LOG2_E,
+            lse.stride(0), num_heads, key.shape[0], indices.shape[1], scale * LOG2_E.value,
             C=LATENT, R=POSITIONAL, BLOCK_H=BLOCK_H, BLOCK_K=BLOCK_K,
             SLOTS=triton.next_power_of_2(indices.shape[1]), num_warps=WARPS,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import csv
 import datetime
@@ -11,6 +12,8 @@ import math
 import os
 import statistics
 import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,3 +202,53 @@ def append_rows(name: str, rows: list[dict]) -> Path:
             writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def parser_of(doc: str) -> argparse.ArgumentParser:
+    """What benchmarks of operators are asked for."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    switch = argparse.BooleanOptionalAction
+    parser.add_argument("--only", default="", help='cases whose "op case direction" has this text')
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--list", action="store_true", help="print the cases and do nothing else")
+    parser.add_argument("--chart", action=switch, help="draw and do nothing else; --no-: never")
+    parser.add_argument("--tests", action=switch, default=True, help="run their tests first")
+    return parser
+
+
+def opened(options: argparse.Namespace, cases, draw: Callable, tests: list[str]) -> list | None:
+    """Cases and directions to time; None when ``--list`` or ``--chart`` was all.
+
+    Args:
+        draw: makes the chart.
+        tests: paths that have to be green first.
+    """
+    chosen = [(c, direction) for c in cases for direction in c.directions
+              if options.only in f"{c.op} {c.name} {direction}"]  # fmt: skip
+    if options.list:
+        print(*(f"{c.op} {c.name} {direction}" for c, direction in chosen), sep="\n")
+        return None
+    if options.chart:
+        draw()
+        return None
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA device, and this machine has none.")
+    warnings.simplefilter("ignore")
+    if options.tests:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise SystemExit("The tests of the operators are red: nothing is timed.")
+    return chosen
+
+
+def closed(options: argparse.Namespace, draw: Callable, complaints: list[str]) -> None:
+    """Draw what was timed, and end with what was wrong."""
+    if options.chart is None:
+        try:
+            draw()
+        except Exception as error:  # rows are there, and --chart draws them anywhere
+            print(f"no chart ({reason(error)})")
+    if complaints:
+        raise SystemExit("\n".join(complaints))

@@ -20,12 +20,9 @@ A backward is timed alone, on a graph that is kept.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,9 +36,12 @@ from scripts.bench.common import (  # noqa: E402
     LEAD_CYCLES,
     ROOT,
     append_rows,
+    closed,
     count_kernels,
     distance,
     machine,
+    opened,
+    parser_of,
     peak_mib,
     reason,
     times_us,
@@ -265,35 +265,11 @@ def draw_chart() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument("--only", default="", help='cases whose "op case direction" has this text')
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--list", action="store_true", help="print the cases and do nothing else")
-    parser.add_argument("--chart", action=switch, help="draw and do nothing else; --no-: never")
-    parser.add_argument(
-        "--tests", action=switch, default=True, help="run the operators' tests first"
-    )
-    options = parser.parse_args()
-    chosen = [(c, direction) for c in CASES for direction in c.directions
-              if options.only in f"{c.op} {c.name} {direction}"]  # fmt: skip
-    if options.list:
-        print(*(f"{c.op} {c.name} {direction}" for c, direction in chosen), sep="\n")
+    options = parser_of(__doc__).parse_args()
+    paths = [f"tests/unit/kernels/test_{name}.py" for name in TESTS.split()]
+    chosen = opened(options, CASES, draw_chart, paths)
+    if chosen is None:
         return
-    if options.chart:
-        draw_chart()
-        return
-    if not torch.cuda.is_available():
-        raise SystemExit("This benchmark needs a CUDA device, and this machine has none.")
-    warnings.simplefilter("ignore")
-    if options.tests:
-        paths = [f"tests/unit/kernels/test_{name}.py" for name in TESTS.split()]
-        paths = [path for path in paths if (ROOT / path).exists()]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", *paths]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            raise SystemExit("The tests of the operators are red: nothing is timed.")
     about = machine()
     ceilings, rows = ceiling_rows(about)
     append_rows("dsa", rows)
@@ -302,13 +278,7 @@ def main() -> None:
           f"{ceilings['tflops']:.0f} TF/s, L2 {l2 / 1e6:.0f} MB", flush=True)  # fmt: skip
     measured = functools.partial(measure, quick=options.quick)
     complaints = run_cases(chosen, l2, measured=measured, ceilings=ceilings, about=about)
-    if options.chart is None:
-        try:
-            draw_chart()
-        except Exception as error:  # rows are there, and --chart draws them anywhere
-            print(f"no chart ({reason(error)})")
-    if complaints:
-        raise SystemExit("\n".join(complaints))
+    closed(options, draw_chart, complaints)
 
 
 if __name__ == "__main__":

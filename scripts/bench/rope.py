@@ -25,9 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +38,12 @@ from scripts.bench.common import (  # noqa: E402
     LEAD_CYCLES,
     ROOT,
     append_rows,
+    closed,
     distance,
     machine,
     measure,
+    opened,
+    parser_of,
     reason,
     timed_call,
     times_us,
@@ -153,33 +154,14 @@ def draw_chart() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     switch = argparse.BooleanOptionalAction
-    parser.add_argument("--only", default="", help='cases whose "op case direction" has this text')
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--list", action="store_true", help="print the cases and do nothing else")
     parser.add_argument("--tiles", action="store_true", help="sweep tile sizes instead")
-    parser.add_argument("--chart", action=switch, help="draw and do nothing else; --no-: never")
     parser.add_argument("--compile", action=switch, default=True, help="time torch.compile too")
-    parser.add_argument("--tests", action=switch, default=True, help="run tests/unit/kernels first")
     options = parser.parse_args()
-    chosen = [(c, direction) for c in CASES for direction in c.directions
-              if options.only in f"{c.op} {c.name} {direction}"]  # fmt: skip
-    if options.list:
-        print(*(f"{c.op} {c.name} {direction}" for c, direction in chosen), sep="\n")
+    chosen = opened(options, CASES, draw_chart, ["tests/unit/kernels"])
+    if chosen is None:
         return
-    if options.chart:
-        draw_chart()
-        return
-    if not torch.cuda.is_available():
-        raise SystemExit("This benchmark needs a CUDA device, and this machine has none.")
-    warnings.simplefilter("ignore")
-    if options.tests:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/unit/kernels"]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            raise SystemExit("The tests of the kernels are red: nothing is timed.")
     about = machine()
     ceiling = copy_row(about)
     ceiling_tbps = float(ceiling["tbps"])
@@ -192,13 +174,7 @@ def main() -> None:
     chosen = [(replace(c, compiled=c.compiled and options.compile), way) for c, way in chosen]
     measured = functools.partial(measure, quick=options.quick)
     complaints = run_cases(chosen, l2, measured=measured, ceiling_tbps=ceiling_tbps, about=about)
-    if options.chart is None:
-        try:
-            draw_chart()
-        except Exception as error:  # rows are there, and --chart draws them anywhere
-            print(f"no chart ({reason(error)})")
-    if complaints:
-        raise SystemExit("\n".join(complaints))
+    closed(options, draw_chart, complaints)
 
 
 if __name__ == "__main__":
