@@ -109,13 +109,22 @@ def held_mib(call):
 
 def count_kernels(call) -> int:
     """GPU kernels of one call; copies and fills count too."""
+    return len(kernel_times(call))
+
+
+def kernel_times(call) -> list[tuple[str, float]]:
+    """Name and microseconds of every GPU kernel of one call, in order; copies and fills too."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
+    return [
+        (event.name, event.time_range.elapsed_us())
+        for event in seen.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
 
 
 def measure(calls: dict[str, list[Callable]], quick: bool) -> dict[str, dict]:

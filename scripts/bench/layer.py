@@ -3,6 +3,7 @@
     python scripts/bench/layer.py                     # all cases
     python scripts/bench/layer.py --only deepseek-v3  # one
     python scripts/bench/layer.py --quick             # about a minute
+    python scripts/bench/layer.py --split             # and the kernels that take most of the time
 
 Stock layers are timed where Transformer Engine is installed, sparse ones (dsa) where TileLang is
 too. All layers of a case hold the same weights; the run stops if one of ours does not compute what
@@ -26,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.common import (  # noqa: E402
     LEAD_CYCLES,
     append_rows,
-    count_kernels,
     held_mib,
+    kernel_times,
     machine,
     peak_mib,
     times_us,
@@ -88,6 +89,7 @@ CASES = {
 MOST_EAGER_TOKENS = 32768
 # Steps that take longer (seconds) are timed once, and their kernels are not counted.
 SLOW = 0.5
+SHOWN_KERNELS = 12
 
 RECOMPUTED = (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"])
 
@@ -208,7 +210,7 @@ def share_weights(layers: dict[str, torch.nn.Module]) -> None:
                 parameter.copy_(source[fused.get(name, name)])
 
 
-def bench(case: str, quick: bool) -> list[dict]:
+def bench(case: str, quick: bool, split: bool = False) -> list[dict]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     widths, tokens, lengths = CASES[case]
@@ -279,6 +281,8 @@ def bench(case: str, quick: bool) -> list[dict]:
     first = next(iter(medians))
     rows = []
     for name, call in calls.items():
+        # The profiler takes minutes for the many kernels of eager sparse attention.
+        kernels = kernel_times(call) if name in quick_calls else []
         row = {
             "op": "mla layer",
             "case": case,
@@ -287,8 +291,7 @@ def bench(case: str, quick: bool) -> list[dict]:
             "median_us": f"{medians[name]:.0f}",
             "share": f"{medians[name] / medians[first]:.3f}",
             "peak_mib": f"{once[name][1]:.0f}",
-            # The profiler takes minutes for the many kernels of eager sparse attention.
-            "kernels": count_kernels(call) if name in quick_calls else "",
+            "kernels": len(kernels) or "",
             **machine(),
         }
         print(
@@ -296,8 +299,22 @@ def bench(case: str, quick: bool) -> list[dict]:
             f"{row['kernels']!s:>5s} kernels  {row['share']} x {first}",
             flush=True,
         )
+        if split:
+            print_split(kernels)
         rows.append(row)
     return rows
+
+
+def print_split(kernels: list[tuple[str, float]]) -> None:
+    """The kernels that take most of a step, by name."""
+    totals: dict[str, list[float]] = {}
+    for kernel, microseconds in kernels:
+        totals.setdefault(kernel, []).append(microseconds)
+    whole = sum(microseconds for _, microseconds in kernels)
+    largest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:SHOWN_KERNELS]
+    for kernel, times in largest:
+        spent = sum(times)
+        print(f"    {spent / 1000:8.2f} ms {spent / whole:6.1%} {len(times):5d} x {kernel[:70]}")
 
 
 def timed_once(call) -> tuple[float, float]:
@@ -321,6 +338,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--split", action="store_true", help="list the largest kernels")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA device, and this machine has none.")
@@ -335,7 +353,7 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for case in CASES:
         if options.only in case:
-            print("rows in", append_rows("layer", bench(case, options.quick)))
+            print("rows in", append_rows("layer", bench(case, options.quick, options.split)))
             torch.cuda.empty_cache()
     torch.distributed.destroy_process_group()
 

@@ -228,7 +228,11 @@ def test_keys_that_no_row_uses_do_not_matter(form, strange) -> None:
     want = run(q, k, w, query, key, bounds, **how)
     unused = [0, 5]
     k[unused], key[unused] = strange, strange
-    assert_each_same_bits(NAMES, run(q, k, w, query, key, bounds, **how), want)
+    got = run(q, k, w, query, key, bounds, **how)
+    if form == "atomics" and DEVICE != "cpu":  # keys are summed in any order
+        assert_each_close(got, want)
+    else:
+        assert_each_same_bits(NAMES, got, want)
 
 
 @FORM
@@ -415,7 +419,10 @@ def test_uniform_target_over_many_keys(form, student, monkeypatch) -> None:
     how = {"relu": False, "indices": None if form == "dense" else every, "form": form}
     inputs = q, k, w, query, key, bounds_of([(0, many)] * 2)
     got, want = (f(*inputs, **how)[0].double() for f in (run, truth))
-    assert abs(got - want) <= 1e-6 * max(1.0, want)
+    # Blocks of equal terms, added one after the other in fp32, all round the same way: a thousand
+    # small blocks on a GPU.
+    bound = 1e-6 if DEVICE == "cpu" else 5e-5
+    assert abs(got - want) <= bound * max(1.0, want)
 
 
 def _large(**rest) -> dict:
@@ -497,8 +504,8 @@ class TestOnGPU:
     def test_real_shapes(self, form, h, n, dtype) -> None:
         inputs, indices = self.problem(160, 3000, h, n, 2048, dtype)
         how = {"form": form, "indices": None if form == "dense" else indices, "scale": 576**-0.5}
-        reason = "sums of 3000 keys; a slope and the gradient are rounded to the dtype once each"
-        rel = max(1e-4, torch.finfo(dtype).eps)
+        reason = "sums of 3000 keys, slopes rounded once; a score near 0 may be cut by one ReLU only"
+        rel = max(3e-4, torch.finfo(dtype).eps)
         assert_each_close(run(*inputs, **how), truth(*inputs, **how), rel=rel, reason=reason)
 
     @pytest.mark.parametrize("form", ["tiles", "fixed", "dense"])
