@@ -2,8 +2,8 @@
 
 The order of rooms, each may use those to its left:
 
-    config_checks -> config -> selection -> parallel -> rope -> kernels -> fusions -> attention ->
-    specs -> recipe
+    config_checks -> config -> selection -> parallel -> rope -> kernels -> fusions -> inference ->
+    attention -> specs -> recipe
 
 Read from the source, imports inside functions and under ``TYPE_CHECKING`` included.
 """
@@ -28,6 +28,7 @@ ORDER = (
     "rope",
     "kernels",
     "fusions",
+    "inference",
     "attention",
     "specs",
     "recipe",
