@@ -45,6 +45,7 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     * ``mscale_all_dim`` enters the softmax scale only for ``rope_type="yarn"``.
     * ``rotary_percent < 1`` shrinks the rotated channels for both rope types.
     * ``cp_comm_type``: None or ``"all_gather"`` unless the core attention is Transformer Engine's.
+    * ``qk_pos_emb_head_dim`` may be 0: no layer rotates, and keys are the latent alone.
     * ``transformer_impl`` is ``"local"`` by default: no Transformer Engine needed.
     """
 
@@ -131,15 +132,21 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
 
     def layer_has_rope(self, layer_number: int) -> bool:
         """Whether decoder layer ``layer_number`` (1-based) rotates (``no_rope_freq``)."""
-        if not self.no_rope_freq or layer_number > len(self.no_rope_freq):
+        if not self.qk_pos_emb_head_dim:
+            return False
+        if not self.no_rope_freq:
             return True
+        if layer_number > len(self.no_rope_freq):  # multi-token prediction, behind the decoder
+            return not all(self.no_rope_freq)
         return not self.no_rope_freq[layer_number - 1]
 
     def _validate_widths(self) -> None:
         for field in ("hidden_size", "num_layers", "num_attention_heads", "kv_lora_rank"):
             check_positive_int(self, field)
-        for field in ("qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim"):
+        for field in ("qk_head_dim", "v_head_dim"):
             check_positive_int(self, field)
+        if self.qk_pos_emb_head_dim != 0:
+            check_positive_int(self, "qk_pos_emb_head_dim", "or 0 for a model without rotation")
         if self.q_lora_rank is not None:
             check_positive_int(self, "q_lora_rank", "or None for a plain q projection")
         if self.qk_pos_emb_head_dim % 2:
@@ -262,7 +269,7 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
                 "must be in (0, 1]",
                 "it is the rotated share of qk_pos_emb_head_dim, not of the whole head",
             )
-        if self.rotated_width < 2 or self.rotated_width % 2:
+        if self.qk_pos_emb_head_dim and (self.rotated_width < 2 or self.rotated_width % 2):
             refuse(
                 "rotary_percent",
                 self.rotary_percent,

@@ -137,11 +137,12 @@ def should_use_fused_mla_rope(config) -> bool:
         config: anything with ``apply_rope_fusion`` and ``rotary_percent``; its ``params_dtype``
             is the one that the kernels are checked in.
     Returns:
-        False silently with ``apply_rope_fusion`` off (``--no-rope-fusion``); False with one
-        warning per process for ``rotary_percent < 1`` (the kernels rotate the full positional
-        slice) and where no kernel can run or the kernels are wrong on this machine; else True.
+        False silently with ``apply_rope_fusion`` off (``--no-rope-fusion``) and where nothing
+        rotates (``qk_pos_emb_head_dim=0``); False with one warning per process for
+        ``rotary_percent < 1`` (the kernels rotate the full positional slice) and where no kernel
+        can run or the kernels are wrong on this machine; else True.
     """
-    if not config.apply_rope_fusion:
+    if not config.apply_rope_fusion or getattr(config, "qk_pos_emb_head_dim", None) == 0:
         return False
     percent = getattr(config, "rotary_percent", 1.0)
     if percent < 1.0:

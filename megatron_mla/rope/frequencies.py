@@ -18,7 +18,7 @@ class RopeParams:
     """Everything that cos and sin depend on besides length, dtype and device.
 
     Attributes:
-        dim: rotated channels, even.
+        dim: rotated channels, even; 0 in a model that rotates nothing.
         base: theta.
         rope_type: "rope" or "yarn"; the fields below are read for "yarn" only.
         factor: context extension, new over original length.
@@ -39,9 +39,9 @@ class RopeParams:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.dim <= 0 or self.dim % 2:
+        if self.dim < 0 or self.dim % 2:
             raise ValueError(
-                f"dim of a rotary table must be even and positive, got {self.dim}; it is the "
+                f"dim of a rotary table must be even and not negative, got {self.dim}; it is the "
                 "number of rotated channels, qk_pos_emb_head_dim * rotary_percent"
             )
         if self.rope_type not in ("rope", "yarn"):

@@ -40,7 +40,7 @@ def test_triton_backend_survives_stock_validation() -> None:
     ("field", "value"),
     [
         ("qk_pos_emb_head_dim", 33),
-        ("qk_pos_emb_head_dim", 0),
+        ("qk_pos_emb_head_dim", -2),
         ("qk_head_dim", -1),
         ("v_head_dim", 0),
         ("kv_lora_rank", None),
@@ -166,3 +166,5 @@ def test_no_rope_freq_pattern() -> None:
     config = small_config(num_layers=8, no_rope_freq=4)
     assert [config.layer_has_rope(n) for n in range(1, 9)] == [True, True, True, False] * 2
     assert config.layer_has_rope(9)  # a multi-token-prediction layer behind the decoder
+    nowhere = small_config(num_layers=8, no_rope_freq=1)
+    assert not any(nowhere.layer_has_rope(n) for n in range(1, 10))
