@@ -210,12 +210,13 @@ def share_weights(layers: dict[str, torch.nn.Module]) -> None:
                 parameter.copy_(source[fused.get(name, name)])
 
 
-def bench(case: str, quick: bool, split: bool = False) -> list[dict]:
+def bench(case: str, quick: bool, split: bool = False, skip: str = "") -> list[dict]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     widths, tokens, lengths = CASES[case]
     torch.manual_seed(0)
     layers = build_layers(widths, tokens)
+    layers = {name: layer for name, layer in layers.items() if not (skip and skip in name)}
     if not layers:
         return []
     share_weights(layers)
@@ -338,6 +339,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--skip", default="", help="implementations whose name has this text")
     parser.add_argument("--split", action="store_true", help="list the largest kernels")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -353,7 +355,8 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for case in CASES:
         if options.only in case:
-            print("rows in", append_rows("layer", bench(case, options.quick, options.split)))
+            rows = bench(case, options.quick, options.split, options.skip)
+            print("rows in", append_rows("layer", rows))
             torch.cuda.empty_cache()
     torch.distributed.destroy_process_group()
 
