@@ -488,6 +488,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run cases whose id has this text")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    # Megatron-Core's router multiplies through Transformer Engine, which asks for TF32 by itself.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     setup_ranks()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.backends.cuda.matmul.allow_tf32 = False
