@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 TRAIN = ["tqdm", "matplotlib", "tensorboard"]
+FLA = ["fla-core>=0.6"]
 
 setup(
     name="megatron-mla",
@@ -20,9 +21,9 @@ setup(
         "train": TRAIN,
         "te": ["transformer-engine[pytorch]"],
         # The kernels of flash-linear-attention, without its Hugging Face models.
-        "fla": ["fla-core"],
+        "fla": FLA,
         "hf": ["transformers", "safetensors"],
-        "dev": [*TRAIN, "pytest", "pytest-timeout", "hypothesis", "ruff", "codespell"],
+        "dev": [*TRAIN, *FLA, "pytest", "pytest-timeout", "hypothesis", "ruff", "codespell"],
     },
     entry_points={"console_scripts": ["megatron-mla-pretrain = megatron_mla.recipe.cli:main"]},
 )

@@ -21,6 +21,7 @@ from megatron_mla.config_checks import (
     NEEDS_TE,
     SUPPORTED,
     check_dsa,
+    check_kda,
     check_positive_int,
     refuse,
 )
@@ -84,6 +85,21 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     """"joint": model and indexer train together. "warmup": attention is dense and nothing but the
     indexer trains, on the dense loss. "frozen": nothing of the indexer trains."""
 
+    mla_full_attn_layers: list[int] | None = None
+    """Layers with MLA, counted from 1; all others are Kimi Delta Attention, whose widths are
+    Megatron-Core's linear_* fields. None: MLA everywhere. Checkpoints: full_attn_layers."""
+
+    kda_gate_lower_bound: float | None = None
+    """Smallest log-decay of a step, by a sigmoid (Kimi K3, GLM-5.3: -5); None: by a softplus,
+    without bound (Kimi Linear)."""
+
+    kda_gate_rank: int | None = None
+    """Rank of the decay's projection, and of a low-rank output gate's; None: width of a value
+    head."""
+
+    kda_output_gate: str = "low_rank"
+    """"low_rank": two projections of kda_gate_rank. "full": one (Kimi K3)."""
+
     mla_core_attention: str = "auto"
     """"sdpa": torch's scaled_dot_product_attention. "te": Transformer Engine's. "auto": "te" with
     transformer_impl="transformer_engine", else "sdpa"."""
@@ -94,6 +110,7 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
         self._validate_rope()
         self._validate_parallel()
         check_dsa(self)
+        check_kda(self)
         fusion, backend = self.apply_rope_fusion, self.dsa_kernel_backend
         # Stock validation refuses fused RoPE for plain RoPE and DSA and knows no "triton"; those
         # limits are of its kernels, not of ours.
@@ -129,6 +146,10 @@ class MLATransformerConfig(_MegatronMLATransformerConfig):
     def latent_sequence_parallel(self) -> bool:
         """Sequence parallelism that has an effect: Megatron-Core drops it without tp."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    def layer_has_mla(self, layer_number: int) -> bool:
+        """Whether decoder layer ``layer_number`` (1-based) is MLA, not Kimi Delta Attention."""
+        return self.mla_full_attn_layers is None or layer_number in self.mla_full_attn_layers
 
     def layer_has_rope(self, layer_number: int) -> bool:
         """Whether decoder layer ``layer_number`` (1-based) rotates (``no_rope_freq``)."""

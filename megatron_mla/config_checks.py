@@ -7,6 +7,7 @@ from typing import Any
 
 DSA_BACKENDS = ("none", "triton")
 DSA_STAGES = ("joint", "warmup", "frozen")
+KDA_OUTPUT_GATES = ("low_rank", "full")
 
 # Values of Megatron-Core fields that these layers implement; anything else is refused, because
 # ignoring it would train another model than the one asked for. field: (allowed values, way out).
@@ -116,3 +117,80 @@ def check_dsa(config) -> None:
         value = getattr(config, field)
         if value is not None and not (math.isfinite(value) and value >= 0):
             refuse(field, value, "must be finite and >= 0", "use None")
+
+
+def check_kda(config) -> None:
+    """Refuse what layers of Kimi Delta Attention cannot be made of, where there are any."""
+    layers = config.mla_full_attn_layers
+    if layers is None:
+        return
+    numbers = isinstance(layers, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= config.num_layers
+        for n in layers
+    )
+    if not numbers or list(layers) != sorted(set(layers)):
+        refuse(
+            "mla_full_attn_layers",
+            layers,
+            f"must be a rising list of layers from 1 to num_layers = {config.num_layers}",
+            "layers count from 1, as full_attn_layers in checkpoints; None is MLA everywhere",
+        )
+    if len(layers) == config.num_layers:
+        return
+    for field in ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"):
+        check_positive_int(config, field, "for Kimi Delta Attention")
+    heads, tp = config.linear_num_key_heads, config.tensor_model_parallel_size
+    check_positive_int(config, "linear_num_key_heads", "for Kimi Delta Attention")
+    if config.linear_num_value_heads != heads:
+        refuse(
+            "linear_num_value_heads",
+            config.linear_num_value_heads,
+            f"must equal linear_num_key_heads = {heads} in Kimi Delta Attention",
+            "set both to its heads (num_heads of linear_attn_config)",
+        )
+    if heads % tp:
+        refuse(
+            "linear_num_key_heads",
+            heads,
+            f"must be a multiple of tensor_model_parallel_size = {tp}",
+            "lower tensor_model_parallel_size",
+        )
+    if config.kda_gate_rank is not None:
+        check_positive_int(config, "kda_gate_rank", "or None for linear_value_head_dim")
+    bound = config.kda_gate_lower_bound
+    if bound is not None and not (math.isfinite(bound) and bound < 0):
+        refuse(
+            "kda_gate_lower_bound",
+            bound,
+            "must be finite and negative",
+            "it bounds the logarithm of a decay: use -5, or None for no bound",
+        )
+    if config.kda_output_gate not in KDA_OUTPUT_GATES:
+        refuse(
+            "kda_output_gate",
+            config.kda_output_gate,
+            f"must be one of {KDA_OUTPUT_GATES}",
+            "use 'low_rank'",
+        )
+    if config.context_parallel_size > 1:
+        refuse(
+            "context_parallel_size",
+            config.context_parallel_size,
+            "must be 1 with layers of Kimi Delta Attention, whose state runs through a sequence",
+            "use tensor parallelism, over heads, or mla_full_attn_layers=None",
+        )
+    if config.fp8 or config.fp4:
+        refuse(
+            "fp8 or fp4",
+            config.fp8 or config.fp4,
+            "must be off with layers of Kimi Delta Attention, whose narrow projections (one "
+            "channel a head) they do not take",
+            "train in bf16",
+        )
+    if config.experimental_attention_variant == "dsa" and config.dsa_indexer_topk_freq > 1:
+        refuse(
+            "dsa_indexer_topk_freq",
+            config.dsa_indexer_topk_freq,
+            "must be 1 with layers of Kimi Delta Attention, which choose no keys to share",
+            "use 1",
+        )

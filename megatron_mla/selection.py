@@ -76,6 +76,35 @@ def triton_missing_reason() -> str | None:
     return None
 
 
+def fla_missing_reason() -> str | None:
+    """Why the operators of Kimi Delta Attention (package fla-core) cannot be used, or None."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells users without a GPU that they have none
+        return missing_reason("fla.ops.kda")
+
+
+def check_kda_can_run(config) -> None:
+    """Refuse layers of Kimi Delta Attention that could not run here.
+
+    Raises:
+        ImportError: fla-core is missing or broken, with the reason.
+        ValueError: ``deterministic_mode`` on a GPU.
+    """
+    reason = fla_missing_reason()
+    if reason is not None:
+        raise ImportError(
+            f"mla_full_attn_layers={config.mla_full_attn_layers!r} makes layers of Kimi Delta "
+            f"Attention, which need fla-core, but {reason}; pip install megatron-mla[fla], or set "
+            "it to None for MLA everywhere"
+        )
+    if config.deterministic_mode and torch.cuda.is_available():
+        raise ValueError(
+            "deterministic_mode must be off with layers of Kimi Delta Attention on a GPU, got "
+            "True; fla-core chooses its kernels by how long they take, and with them the order of "
+            "sums, so switch it off, or train on the CPU"
+        )
+
+
 def kernels_missing_reason(dtype: torch.dtype) -> str | None:
     """Why the kernels of rotary embedding cannot run here, or None.
 

@@ -34,6 +34,7 @@ from megatron_mla.attention.dsa import (
 )
 from megatron_mla.attention.index_sharing import source_layer
 from megatron_mla.attention.indexer import DSAIndexer, DSAIndexerSubmodules
+from megatron_mla.attention.kda import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_mla.attention.latent import MLASelfAttentionSubmodules
 from megatron_mla.attention.mla import MLASelfAttention
 from megatron_mla.attention.projections import DuplicatedLinear, LocalNorm
@@ -50,6 +51,35 @@ def _require_te(field: str, value: str) -> None:
         )
 
 
+def _parts(config: MLATransformerConfig) -> tuple[type, type, type, type]:
+    """Linear layers cut by output, cut by input, and whole on every tp rank; norm."""
+    if config.transformer_impl != "transformer_engine":
+        return ColumnParallelLinear, RowParallelLinear, DuplicatedLinear, LocalNorm
+    _require_te("transformer_impl", "transformer_engine")
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+
+    return TEColumnParallelLinear, TERowParallelLinear, TELinear, TENorm
+
+
+def kda_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
+    """Spec of Kimi Delta Attention, which stands where a layer's self-attention does.
+
+    Raises:
+        ImportError: Transformer Engine is asked for and missing, with the reason.
+    """
+    column, row, whole, _ = _parts(config)
+    return ModuleSpec(
+        module=KimiDeltaAttention,
+        params={"attn_mask_type": AttnMaskType.causal},  # MTP layers ask for it
+        submodules=KimiDeltaAttentionSubmodules(column=column, whole=whole, linear_proj=row),
+    )
+
+
 def mla_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     """Spec of the self-attention of ``config``.
 
@@ -57,20 +87,7 @@ def mla_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
         ImportError: Transformer Engine is asked for and missing, with the reason.
     """
     duplicated = config.mla_down_proj_parallelism == "duplicated"
-    if config.transformer_impl == "transformer_engine":
-        _require_te("transformer_impl", "transformer_engine")
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TELinear,
-            TENorm,
-            TERowParallelLinear,
-        )
-
-        column, row, norm = TEColumnParallelLinear, TERowParallelLinear, TENorm
-        whole = TELinear
-    else:
-        column, row, norm = ColumnParallelLinear, RowParallelLinear, LocalNorm
-        whole = DuplicatedLinear
+    column, row, whole, norm = _parts(config)
     down = whole if duplicated else column
     attention, core = MLASelfAttention, SDPACoreAttention
     if config.is_absorbed:
@@ -111,6 +128,8 @@ def mla_block_spec(
 ) -> TransformerBlockSubmodules:
     """Spec of the decoder of this pipeline stage: MLA, and dense MLPs or experts as configured.
 
+    With ``mla_full_attn_layers`` all layers but those have Kimi Delta Attention.
+
     Args:
         vp_stage, pp_rank: virtual and pipeline stage; None reads Megatron-Core's global state.
     """
@@ -129,16 +148,35 @@ def mla_block_spec(
         pp_rank=pp_rank,
     )
     if config.experimental_attention_variant == "dsa":
-        offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-        _check_index_sharing(config, range(offset + 1, offset + 1 + len(block.layer_specs)))
-    for layer in block.layer_specs:
-        layer.submodules.self_attention = attention
+        _check_index_sharing(config, _layer_numbers(config, block, vp_stage, pp_rank))
+    if config.mla_full_attn_layers is not None:
+        # Layers of one kind are one object, of which some are to have other attention.
+        block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    delta = kda_attention_spec(config)
+    numbers = _layer_numbers(config, block, vp_stage, pp_rank)
+    for number, layer in zip(numbers, block.layer_specs, strict=True):
+        layer.submodules.self_attention = attention if config.layer_has_mla(number) else delta
         if not use_te:
             layer.submodules.input_layernorm = LocalNorm
             layer.submodules.pre_mlp_layernorm = LocalNorm
     if not use_te:
         block.layer_norm = LocalNorm
     return block
+
+
+def _layer_numbers(
+    config: MLATransformerConfig,
+    block: TransformerBlockSubmodules,
+    vp_stage: int | None,
+    pp_rank: int | None,
+) -> range:
+    """Numbers, from 1, of the layers of a pipeline stage among those of the decoder."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        offset = layout.get_layer_offset(vp_stage=vp_stage, pp_rank=pp_rank)
+    else:
+        offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return range(offset + 1, offset + 1 + len(block.layer_specs))
 
 
 def mla_mtp_block_spec(

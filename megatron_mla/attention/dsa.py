@@ -19,10 +19,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_mla.attention.absorbed import AbsorbedMLASelfAttention
+from megatron_mla.attention.cached_dsa import attend_to_chosen
 from megatron_mla.attention.core import SDPACoreAttention, attend_to_latents
 from megatron_mla.attention.dsa_operators import dsa_operators, join_samples
 from megatron_mla.attention.index_sharing import (
     IndexBook,
+    check_given,
     index_book_of,
     shares_indices,
     source_layer,
@@ -179,7 +181,7 @@ class DSACoreAttention(MegatronModule):
     ) -> Tensor:
         """[L, B, K] of this layer: given, its own choice, or the choice of the layer it shares."""
         if book is not None and self.source in book.given:
-            indices = _check_given(book.given[self.source], self.source, rows.num_local, batch)
+            indices = check_given(book.given[self.source], self.source, rows.num_local, batch)
             indices = indices.to(bounds.starts.device)
             seen = (indices >= bounds.starts[:, None, None]) & (
                 indices < bounds.ends[:, None, None]
@@ -211,20 +213,6 @@ class DSACoreAttention(MegatronModule):
         return indices
 
 
-def _check_given(indices: Tensor, source: int, num_rows: int, batch: int) -> Tensor:
-    """[L, B, K] int32 of indices from outside."""
-    if indices.dim() == 2 and batch == 1:
-        indices = indices.unsqueeze(1)
-    whole = not indices.dtype.is_floating_point and indices.dtype != torch.bool
-    if not whole or indices.dim() != 3 or indices.shape[:2] != (num_rows, batch):
-        raise ValueError(
-            f"given indices of layer {source} must be integers [{num_rows}, {batch}, K], rows of "
-            f"this context-parallel rank and batch, got {indices.dtype} {list(indices.shape)}; cut "
-            "them as the tokens are cut, or pack them as the batch is packed"
-        )
-    return indices.to(torch.int32)
-
-
 class DSASelfAttention(AbsorbedMLASelfAttention):
     """Absorbed multi-latent self-attention whose core is sparse.
 
@@ -232,6 +220,17 @@ class DSASelfAttention(AbsorbedMLASelfAttention):
     ``experimental_attention_variant="dsa"``. Parameters are those of the absorbed layer and
     ``core_attention.indexer.*``.
     """
+
+    starts_dense = False
+
+    def _attend_cached(self, context, step, query, memory, *, x, q_latent, packed_seq_params):
+        core = self.core_attention
+        determinism_is_asked(self.config, query.is_cuda)
+        if core.dense is not None:
+            inputs = {"x": x, "q_latent": q_latent, "packed_seq_params": packed_seq_params}
+            return super()._attend_cached(context, step, query, memory, **inputs)
+        book = index_book_of(packed_seq_params, create=False)
+        return attend_to_chosen(core, context, step, query, memory, x, q_latent, book)
 
     def _attend(
         self,

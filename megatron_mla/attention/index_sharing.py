@@ -90,6 +90,20 @@ def install_index_books(model: torch.nn.Module) -> None:
             module.register_forward_pre_hook(give, with_kwargs=True)
 
 
+def check_given(indices: Tensor, source: int, num_rows: int, batch: int) -> Tensor:
+    """[L, B, K] int32 of indices from outside."""
+    if indices.dim() == 2 and batch == 1:
+        indices = indices.unsqueeze(1)
+    whole = not indices.dtype.is_floating_point and indices.dtype != torch.bool
+    if not whole or indices.dim() != 3 or indices.shape[:2] != (num_rows, batch):
+        raise ValueError(
+            f"given indices of layer {source} must be integers [{num_rows}, {batch}, K], rows of "
+            f"this context-parallel rank and batch, got {indices.dtype} {list(indices.shape)}; cut "
+            "them as the tokens are cut, or pack them as the batch is packed"
+        )
+    return indices.to(torch.int32)
+
+
 def save_indices(path: Path | str, chosen: Mapping[int, Tensor]) -> None:
     """Write indices by layer, an ``IndexBook``'s ``chosen`` for instance."""
     tensors = {

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
+from megatron_mla.attention.cached import CachedAttention
 from megatron_mla.attention.projections import mark_latent_norm
 from megatron_mla.attention.rotary import make_rotary
 from megatron_mla.attention.state_names import register_reader
@@ -37,14 +38,12 @@ from megatron_mla.rope.tables import shared_tables
 # Arguments of Megatron-Core's attention that mean nothing here, and what to do instead.
 _MEANINGLESS = {
     "key_value_states": "MLA is self-attention",
-    "inference_context": "this layer trains; export the checkpoint to an inference engine",
-    "inference_params": "this layer trains; export the checkpoint to an inference engine",
     "rotary_pos_emb": "set position_embedding_type='none' in GPTModel",
     "rotary_pos_cos": "MLA makes its own tables",
     "rotary_pos_sin": "MLA makes its own tables",
     "rotary_pos_cos_sin": "MLA makes its own tables",
     "attention_bias": "MLA takes none",
-    "sequence_len_offset": "it belongs to inference",
+    "sequence_len_offset": "positions are those of inference_context",
 }
 
 
@@ -63,7 +62,7 @@ class MLASelfAttentionSubmodules:
     kv_layernorm: ModuleSpec | type | None = None
 
 
-class LatentAttention(MegatronModule, ABC):
+class LatentAttention(CachedAttention, MegatronModule, ABC):
     """Projections, norms, process groups and rope tables of a multi-latent attention layer.
 
     Parameters: ``linear_q_proj`` or ``linear_q_down_proj`` + ``q_layernorm`` +
@@ -263,6 +262,9 @@ class LatentAttention(MegatronModule, ABC):
         Args:
             hidden_states: [l, B, hidden], or [l, 1, hidden] packed.
             attention_mask: not read; the mask is causal inside each sequence.
+            inference_context, inference_params: a
+                :class:`~megatron_mla.inference.context.LatentInferenceContext` or Megatron-Core's
+                ``StaticInferenceContext``: rows go on from what it caches, without gradients.
             packed_seq_params: Megatron-Core's ``PackedSeqParams``. With ``qkv_format="thd"`` its
                 (padded) cumulative lengths say where sequences lie; other formats are unpacked.
         Returns:
@@ -272,8 +274,6 @@ class LatentAttention(MegatronModule, ABC):
         """
         self._refuse_arguments(
             key_value_states=key_value_states,
-            inference_context=inference_context,
-            inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
             rotary_pos_cos=rotary_pos_cos,
             rotary_pos_sin=rotary_pos_sin,
@@ -281,6 +281,9 @@ class LatentAttention(MegatronModule, ABC):
             attention_bias=attention_bias,
             sequence_len_offset=sequence_len_offset,
         )
+        context = inference_params if inference_context is None else inference_context
+        if context is not None:
+            return self._cached(hidden_states, context, packed_seq_params)
         rows = self._rows(hidden_states, packed_seq_params)
         return self._layer(hidden_states, rows, packed_seq_params)
 

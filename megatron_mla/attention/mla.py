@@ -9,6 +9,7 @@ channels; keys are rows that keys are made of (L, or those of all ranks). Heads 
 
 from __future__ import annotations
 
+import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
@@ -42,6 +43,14 @@ class MLASelfAttention(LatentAttention):
         if self.recompute_up_proj:
             checkpoint.discard_output_and_register_recompute(out)
         return self.linear_proj(out)
+
+    def _first_pass(self, hidden_states: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        q_latent = self._query_latent(hidden_states)
+        kv_latent, k_pe = self._key_value_latent(hidden_states, rows)
+        query, key, value = self._expand(q_latent, kv_latent, k_pe, rows)
+        # Rotated as the attention has it, the same on every head.
+        row = torch.cat((kv_latent, key[..., 0, self.config.qk_head_dim :]), dim=-1)
+        return row, self._attend(query, key, value, rows, None)
 
     def _expand(
         self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, rows: Rows

@@ -75,6 +75,15 @@ def _settle_extra_states(module: torch.nn.Module, state: dict, prefix: str) -> N
         state.setdefault(key, None)
 
 
+def register_extra_state_reader(module: torch.nn.Module) -> None:
+    """Let ``module`` load state dicts with and without the empty ``_extra_state`` entries."""
+
+    def hook(module, state, prefix, *_):
+        _settle_extra_states(module, state, prefix)
+
+    module.register_load_state_dict_pre_hook(hook)
+
+
 def register_reader(module: torch.nn.Module, config) -> None:
     """Let ``module`` (an MLA layer) load the layouts listed at the head of this file."""
 

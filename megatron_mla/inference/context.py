@@ -6,11 +6,14 @@ Legend: s new rows of a forward pass, B sequences of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext, StaticInferenceContext
 from torch import Tensor
+
+from megatron_mla.parallel.microbatch import KeyBounds, Rows
 
 CACHE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _ATTRIBUTE = "_megatron_mla_cache"
@@ -24,11 +27,15 @@ class Step:
         starts, ends: tokens of every sequence before and after this pass, on the host.
         positions: [s, B] int32 on the device, position of every row in its sequence; -1 for rows
             that are padding.
+        chosen: keys that layers of sparse attention have chosen in this pass, by layer number:
+            [s, B, K] positions in the sequence, -1 for none.
     """
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     positions: Tensor
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    _made: dict = field(default_factory=dict, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -40,6 +47,71 @@ class Step:
         """Tokens of the longest sequence after this pass."""
         return max(self.ends, default=0)
 
+    @cached_property
+    def rows(self) -> Rows:
+        """All rows one below the other, [s * B] of a batch of one, each with its own position.
+
+        Padding has position 0. ``num_global`` covers all positions, as rope tables have to.
+        """
+        positions = self.positions.flatten().clamp(min=0)
+        return Rows(
+            num_local=positions.numel(),
+            num_global=max(self.longest, 1),
+            packed=False,
+            positions=positions,
+            key_positions=positions,
+            cu_seqlens=None,
+            cp_rank=0,
+            cp_size=1,
+            tp_chunks=1,
+        )
+
+    @cached_property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row in [s * B], sequence and position of everything that is no padding, [n] int64."""
+        position, seen = self._on_host()
+        row, sequence = seen.nonzero().unbind(1)
+        found = torch.stack((row * len(self.starts) + sequence, sequence, position[row, sequence]))
+        return found.to(self.positions.device).unbind(0)
+
+    def key_positions(self, dcp=None) -> Tensor:
+        """[B, T] int32, position that every row of the memory holds up to the last that is used.
+
+        -1 for rows that are not there. With ``dcp``, of the rows of this rank.
+        """
+        if "key_positions" not in self._made:
+            device = self.positions.device
+            if dcp is None:
+                ends = torch.tensor(self.ends, dtype=torch.int32).to(device)
+                row = torch.arange(self.longest, dtype=torch.int32, device=device)
+                made = torch.where(row < ends[:, None], row, -1)
+            else:
+                made = dcp.key_positions(self.ends, dcp.rows_needed(self.longest), device)
+            self._made["key_positions"] = made
+        return self._made["key_positions"]
+
+    def key_bounds(self, stride: int) -> KeyBounds:
+        """Which keys each row sees, sequence by sequence: [B * s] in memories of all sequences.
+
+        Args:
+            stride: rows of one sequence's memory.
+        """
+        if ("key_bounds", stride) not in self._made:
+            position, seen = self._on_host()
+            first = torch.arange(len(self.starts))[:, None] * stride  # [B, 1]
+            start = first.expand(-1, len(position))
+            end = start + torch.where(seen, position + 1, 0).t()
+            host = torch.stack((start.flatten(), end.flatten())).int()
+            bounds = KeyBounds(*host.to(self.positions.device), host, int(seen.sum()))
+            self._made["key_bounds", stride] = bounds
+        return self._made["key_bounds", stride]
+
+    def _on_host(self) -> tuple[Tensor, Tensor]:
+        """[s, B] int64 positions, and which of them are no padding."""
+        start, end = torch.tensor([self.starts, self.ends])
+        position = start + torch.arange(len(self.positions))[:, None]
+        return position, position < end
+
 
 class LatentInferenceContext(StaticInferenceContext):
     """Megatron-Core's static inference context, for sequences of unequal lengths.
@@ -50,7 +122,8 @@ class LatentInferenceContext(StaticInferenceContext):
         logits = model(prompts, None, None, inference_context=context.begin(prompt_lengths))
         context.advance()
 
-    Rows past a sequence's own new tokens are padding: they are neither cached nor seen.
+    Rows past a sequence's own new tokens are padding: they are neither cached nor seen. A driver of
+    Megatron-Core that counts tokens in ``sequence_len_offset`` counts those of all sequences.
 
     Args:
         max_batch_size: sequences.
@@ -81,14 +154,29 @@ class LatentInferenceContext(StaticInferenceContext):
                 f"cache_dtype must be one of {CACHE_DTYPES}, got {cache_dtype}; None takes that of "
                 "the activations"
             )
-        super().__init__(max_batch_size, max_sequence_length)
-        # Sequences end at different rows, so the caller picks its logits.
-        self.config.materialize_only_last_token_logits = False
-        self.cache_dtype, self.dcp = cache_dtype, dcp
         self.lengths = [0] * max_batch_size
         self._new: list[int] | None = None
         self._step: Step | None = None
         self._memory: dict[tuple[int, str], Tensor] = {}
+        super().__init__(max_batch_size, max_sequence_length)
+        # Sequences end at different rows, so the caller picks its logits.
+        self.config.materialize_only_last_token_logits = False
+        self.cache_dtype, self.dcp = cache_dtype, dcp
+
+    @property
+    def sequence_len_offset(self) -> int:
+        """Tokens of the longest sequence; setting it gives all sequences that many."""
+        return max(self.lengths)
+
+    @sequence_len_offset.setter
+    def sequence_len_offset(self, tokens: int) -> None:
+        if tokens and len(set(self.lengths)) > 1:
+            raise ValueError(
+                "sequence_len_offset must be of sequences that are equally long, got lengths "
+                f"{self.lengths}; call advance() after a forward pass instead"
+            )
+        self.lengths = [tokens] * len(self.lengths)
+        self._new = self._step = None
 
     def begin(self, new_lengths: Sequence[int]) -> LatentInferenceContext:
         """Say how many rows of the next forward pass belong to every sequence; returns itself.
@@ -113,6 +201,11 @@ class LatentInferenceContext(StaticInferenceContext):
         step = self._step
         if step is not None and step.positions.shape == (num_rows, batch):
             return step
+        if batch > self.max_batch_size:
+            raise ValueError(
+                f"max_batch_size must hold the batch, got {self.max_batch_size} for {batch} "
+                "sequences; make a context of that many"
+            )
         new = [num_rows] * batch if self._new is None else self._new
         if batch != len(new) or max(new) > num_rows:
             raise ValueError(
@@ -159,9 +252,7 @@ class LatentInferenceContext(StaticInferenceContext):
 
     def reset(self) -> None:
         """Forget all sequences; the memory is used again."""
-        super().reset()
-        self.lengths = [0] * self.max_batch_size
-        self._new = self._step = None
+        super().reset()  # sets sequence_len_offset, which is all lengths
         for memory in self._memory.values():
             memory.zero_()
 
@@ -173,10 +264,9 @@ def latent_context(context: BaseInferenceContext) -> LatentInferenceContext:
     counts in ``sequence_len_offset``.
 
     Raises:
-        ValueError: a dynamic context, which pages keys and values of heads.
+        ValueError: a dynamic context, which pages keys and values of heads, or one whose batch is
+            cut into parts.
     """
-    if isinstance(context, LatentInferenceContext):
-        return context
     if not isinstance(context, StaticInferenceContext):
         raise ValueError(
             "inference_context must be a megatron_mla.inference.context.LatentInferenceContext or "
@@ -184,10 +274,19 @@ def latent_context(context: BaseInferenceContext) -> LatentInferenceContext:
             "hold keys and values of heads; generate with scripts/generate.py, or export the "
             "checkpoint to an inference engine"
         )
+    if context.batch_size_offset:
+        raise ValueError(
+            f"batch_size_offset must be 0, got {context.batch_size_offset}; hand the whole batch "
+            "to one forward pass, or make a context for every part of it"
+        )
+    if isinstance(context, LatentInferenceContext):
+        return context
     cache = getattr(context, _ATTRIBUTE, None)
     if cache is None:
         cache = LatentInferenceContext(context.max_batch_size, context.max_sequence_length)
         setattr(context, _ATTRIBUTE, cache)
-    if cache.lengths != (now := [context.sequence_len_offset] * cache.max_batch_size):
-        cache.lengths, cache._step = now, None
+    if cache.sequence_len_offset != (now := context.sequence_len_offset):
+        if now == 0:
+            cache.reset()
+        cache.sequence_len_offset = now
     return cache

@@ -21,8 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
     return run(arguments)
 
 
-def quiet_libraries() -> None:
-    """Keep what Megatron-Core and torch say about themselves from burying what the run says."""
+def quiet_libraries(stream=None) -> None:
+    """Keep what Megatron-Core and torch say about themselves from burying what the run says.
+
+    Args:
+        stream: of this package's own lines; None: standard output.
+    """
     rank_0 = int(os.environ.get("RANK", "0")) == 0
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
@@ -39,4 +43,4 @@ def quiet_libraries() -> None:
     ours = logging.getLogger("megatron_mla")
     ours.setLevel(logging.INFO if rank_0 else logging.ERROR)
     if not ours.handlers:
-        ours.addHandler(logging.StreamHandler(sys.stdout))
+        ours.addHandler(logging.StreamHandler(stream or sys.stdout))

@@ -172,7 +172,16 @@ def check_run(run: Run, world_size: int, *, on_gpu: bool) -> None:
 
 
 def make_model(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> DistributedDataParallel:
-    """GPTModel with our MLA layers, inside Megatron-Core's DDP (fp32 gradient buffers)."""
+    """:func:`make_gpt` inside Megatron-Core's DDP (fp32 gradient buffers)."""
+    model = make_gpt(config, run, on_gpu=on_gpu)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu, overlap_grad_reduce=on_gpu
+    )
+    return DistributedDataParallel(config, ddp, model)
+
+
+def make_gpt(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> torch.nn.Module:
+    """GPTModel with our layers, in a Float16Module with bf16."""
     from megatron_mla.attention.index_sharing import install_index_books
     from megatron_mla.attention.indexer_loss import freeze_for_stage
     from megatron_mla.specs import mla_block_spec
@@ -195,10 +204,7 @@ def make_model(config: MLATransformerConfig, run: Run, *, on_gpu: bool) -> Distr
         from megatron.core.transformer.module import Float16Module
 
         model = Float16Module(config, model)
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu, overlap_grad_reduce=on_gpu
-    )
-    return DistributedDataParallel(config, ddp, model)
+    return model
 
 
 def make_indexer_log(model: torch.nn.Module, device: torch.device) -> IndexerLossLog | None:

@@ -43,7 +43,8 @@ class Case:
     gpt: bool = False
     experts: bool = False
     fused: bool = True
-    form: str = "expanded"  # "absorbed" | "dsa" | "dsa_sparse_loss"
+    form: str = "expanded"  # "absorbed" | "dsa" | "dsa_sparse_loss" | "kda"; a GPT of kda is hybrid
+    nope: bool = False  # no layer rotates
     kernels: bool = False  # of sparse attention, in the interpreter; on a GPU they always run
 
     @property
@@ -58,6 +59,7 @@ class Case:
         parts += [f"recompute_{self.recompute}"] if self.recompute else []
         parts += [] if self.fused else ["eager"]
         parts += [] if self.form == "expanded" else [self.form]
+        parts += ["nope"] if self.nope else []
         parts += ["kernels"] if self.kernels else []
         return "-".join(parts + (["experts"] if self.experts else []))
 
@@ -87,7 +89,7 @@ def _cases() -> list[Case]:
         cases += [Case(**common, recompute="full"), Case(**common, experts=True)]
     for tp, cp, sp, packed in ((1, 1, False, True), (2, 1, True, False), (2, 2, True, True)):
         cases.append(Case(tp=tp, cp=cp, sp=sp, packed=packed, fused=False))
-    cases += _latent_cases()
+    cases += _latent_cases() + _kimi_cases()
     # Of one split after the other: process groups are made once for each.
     return sorted(cases, key=lambda case: (case.world, case.tp))
 
@@ -111,6 +113,26 @@ def _latent_cases() -> list[Case]:
     for tp, cp, packed in ((2, 1, True), (1, 2, False), (2, 2, True)):
         form = "dsa_sparse_loss" if packed else "dsa"
         cases.append(Case(tp=tp, cp=cp, sp=tp > 1, packed=packed, form=form, kernels=True))
+    return cases
+
+
+def _kimi_cases() -> list[Case]:
+    """Layers without rotation in every form and split, and Kimi Delta Attention over tp."""
+    cases = []
+    for tp, cp, packed in ((2, 1, False), (1, 2, True), (2, 2, False), (2, 2, True)):
+        common = {"tp": tp, "cp": cp, "packed": packed, "rope_type": "rope", "nope": True}
+        cases.append(Case(**common, sp=tp > 1, q_lora_rank=None))
+        cases.append(Case(**common, sp=tp > 1 and packed, form="absorbed"))
+        cases.append(Case(**common, sp=tp > 1, form="dsa_sparse_loss" if packed else "dsa"))
+    for tp, sp in ((1, False), (2, False), (2, True)):
+        for packed in (False, True):
+            common = {"tp": tp, "cp": 1, "sp": sp, "packed": packed, "form": "kda", "nope": True}
+            cases.append(Case(**common))
+            if packed == sp:
+                cases.append(Case(**common, gpt=True, rope_type="rope", q_lora_rank=None))
+    common = {"tp": 2, "cp": 1, "sp": True, "form": "kda", "nope": True, "gpt": True}
+    cases.append(Case(**common, packed=True, recompute="full"))
+    cases.append(Case(**common, experts=True))
     return cases
 
 
@@ -142,8 +164,21 @@ def config_of(case: Case, dtype: torch.dtype, *, tp: int, cp: int, sp: bool, fus
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
         }
+    if case.nope:
+        extra["no_rope_freq"] = 1
     if case.form == "absorbed":
         extra["mla_form"] = "absorbed"
+    elif case.form == "kda":
+        extra |= {
+            "mla_full_attn_layers": [2] if case.gpt else [],
+            "linear_num_key_heads": HEADS,
+            "linear_num_value_heads": HEADS,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "kda_gate_rank": 12,
+            "kda_gate_lower_bound": -5.0 if case.packed else None,
+            "kda_output_gate": "full" if case.packed else "low_rank",
+        }
     elif case.form != "expanded":
         extra |= {
             "experimental_attention_variant": "dsa",
@@ -228,7 +263,7 @@ def shard(name: str, full: torch.Tensor, case: Case) -> torch.Tensor:
     """This tp rank's part of a weight (or of its gradient)."""
     from megatron.core import parallel_state as ps
 
-    if "layernorm" in name or "router" in name or "indexer" in name:
+    if "layernorm" in name or "router" in name or "indexer" in name or "o_norm" in name:
         return full
     if "down_proj" in name and case.down == "duplicated":
         return full
@@ -259,11 +294,12 @@ def build(case: Case, config, collection):
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_mla.attention.index_sharing import install_index_books
-    from megatron_mla.specs import mla_attention_spec, mla_block_spec
+    from megatron_mla.specs import kda_attention_spec, mla_attention_spec, mla_block_spec
 
     if not case.gpt:
+        spec = kda_attention_spec if case.form == "kda" else mla_attention_spec
         return build_module(
-            mla_attention_spec(config), config=config, layer_number=1, pg_collection=collection
+            spec(config), config=config, layer_number=1, pg_collection=collection
         ).to(torch.cuda.current_device())
     from megatron.core.models.gpt import GPTModel
 
@@ -386,9 +422,10 @@ def _check_path(case: Case, module) -> None:
     from megatron_mla.attention.rotary import FusedRotary
     from megatron_mla.selection import missing_reason
 
-    fused = case.fused and missing_reason("triton") is None
+    fused = case.fused and not case.nope and missing_reason("triton") is None
     found = {isinstance(m.rotary, FusedRotary) for m in module.modules() if hasattr(m, "rotary")}
-    assert found == {fused}, found
+    lone_kda = case.form == "kda" and not case.gpt
+    assert found == (set() if lone_kda else {fused}), found
 
 
 def _split_ranks(tp: int, cp: int) -> None:

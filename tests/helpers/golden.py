@@ -37,6 +37,22 @@ _HF_NAMES = {
     "indexer.weights_proj": "core_attention.indexer.linear_weights_proj",
 }
 
+# transformers' names of Kimi Delta Attention; its convolution is one of all q, k and v channels.
+_KDA_NAMES = {
+    "q_proj.weight": "linear_q_proj.weight",
+    "k_proj.weight": "linear_k_proj.weight",
+    "v_proj.weight": "linear_v_proj.weight",
+    "b_proj.weight": "linear_b_proj.weight",
+    "forget_gate.f_a_proj.weight": "linear_f_down_proj.weight",
+    "forget_gate.f_b_proj.weight": "linear_f_up_proj.weight",
+    "forget_gate.A_log": "A_log",
+    "forget_gate.dt_bias": "dt_bias",
+    "g_a_proj.weight": "linear_g_down_proj.weight",
+    "g_b_proj.weight": "linear_g_up_proj.weight",
+    "o_norm.weight": "o_norm.weight",
+    "o_proj.weight": "linear_proj.weight",
+}
+
 
 def paths() -> list[Path]:
     return sorted(FOLDER.glob("*.pt"))
@@ -47,7 +63,7 @@ def load(path: Path) -> Case:
 
 
 def kind_of(case: Case) -> str:
-    """ "rope", "rope_qkv", "dense", "absorbed" or "dsa"."""
+    """ "rope", "rope_qkv", "dense", "absorbed", "dsa", "kda" or "kimi_model"."""
     if "table" in case:
         return "rope_qkv" if "kv" in case else "rope"
     if any(".indexer." in f".{name}" for name in case["state_dict"]):
@@ -104,6 +120,8 @@ def _indexer_fields(config: dict[str, Any], conventions: dict[str, Any]) -> dict
 def _fields_of_hf(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("attention_bias"):
         raise ValueError("attention_bias=True: the layer has no biases")
+    if config.get("model_type") == "kimi_linear":
+        return _fields_of_kimi(config)
     rope = dict(config["rope_parameters"])
     rope_type = {"default": "rope", "yarn": "yarn"}[rope.pop("rope_type")]
     fields = {
@@ -125,11 +143,104 @@ def _fields_of_hf(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _fields_of_kimi(config: dict[str, Any]) -> dict[str, Any]:
+    heads, width = config["linear_num_heads"], config["linear_head_dim"]
+    attention = {
+        **_fields_of_hf({**config, "model_type": "", "rope_parameters": _NO_ROPE}),
+        "no_rope_freq": 1,
+        "mla_full_attn_layers": [],
+        "linear_conv_kernel_dim": config["linear_conv_kernel_dim"],
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+    }
+    if "num_hidden_layers" not in config:
+        return attention
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    return attention | {
+        "mla_full_attn_layers": config["linear_attn_config"]["full_attn_layers"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "num_moe_experts": config["num_local_experts"],
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+_NO_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def kda_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of Kimi Delta Attention, or their gradients, under our names."""
+    ours = {_KDA_NAMES[n]: t for n, t in weights.items() if n != "conv1d.weight"}
+    ours["A_log"] = ours["A_log"].flatten()
+    convs = zip("qkv", weights["conv1d.weight"].chunk(3), strict=True)
+    return ours | {f"{part}_conv1d.weight": rows for part, rows in convs}
+
+
+def kimi_model_weights(case: Case, source: str) -> dict[str, Tensor]:
+    """Weights of a whole ``kimi_model`` case, or their gradients, under GPTModel's names."""
+    theirs, ours = dict(case[source]), {}
+
+    def take(name: str) -> Tensor:
+        return theirs.pop(name)
+
+    def mlp(theirs_at: str, ours_at: str) -> dict[str, Tensor]:
+        gate_up = [take(f"{theirs_at}{part}_proj.weight") for part in ("gate", "up")]
+        return {
+            f"{ours_at}linear_fc1.weight": torch.cat(gate_up),
+            f"{ours_at}linear_fc2.weight": take(f"{theirs_at}down_proj.weight"),
+        }
+
+    for index in range(case["conventions"]["num_layers"]):
+        hf, mcore = f"model.layers.{index}.", f"decoder.layers.{index}."
+        names = {
+            "input_layernorm": "input_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+        }
+        ours |= {f"{mcore}{o}.weight": take(f"{hf}{t}.weight") for o, t in names.items()}
+        own = {n.split("self_attn.")[1]: n for n in theirs if n.startswith(f"{hf}self_attn.")}
+        attention = {short: take(name) for short, name in own.items()}
+        if "b_proj.weight" in attention:
+            attention = kda_weights(attention)
+        else:
+            attention = layer_weights({**case, source: attention}, source, "")
+        ours |= {f"{mcore}self_attention.{n}": t for n, t in attention.items()}
+
+        if f"{hf}mlp.gate.weight" not in theirs:
+            ours |= mlp(f"{hf}mlp.", f"{mcore}mlp.")
+            continue
+        ours |= mlp(f"{hf}mlp.shared_experts.", f"{mcore}mlp.shared_experts.")
+        ours[f"{mcore}mlp.router.weight"] = take(f"{hf}mlp.gate.weight")
+        if source == "state_dict":
+            ours[f"{mcore}mlp.router.expert_bias"] = take(f"{hf}mlp.gate.e_score_correction_bias")
+        for part, fc in (("gate_up", "linear_fc1"), ("down", "linear_fc2")):
+            for number, weight in enumerate(take(f"{hf}mlp.experts.{part}_proj")):
+                ours[f"{mcore}mlp.experts.local_experts.{number}.{fc}.weight"] = weight
+    ours["decoder.final_layernorm.weight"] = take("model.norm.weight")
+    ours["output_layer.weight"] = take("lm_head.weight")
+    assert not theirs, theirs.keys()
+    return ours
+
+
 def layer_weights(case: Case, source: str, prefix: str) -> dict[str, Tensor]:
     """Weights (``source="state_dict"``) or their gradients (``"grad_params"``) under our names.
 
     Rows are put in the order of pairs, and LongCat's two scales go into the norms' weights.
     """
+    if case.get("kind") == "kda":
+        return kda_weights(case[source])
     scales = {"q_layernorm": "q_scale", "kv_layernorm": "kv_scale"}
     weights = {}
     for name, tensor in case[source].items():

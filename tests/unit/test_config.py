@@ -168,3 +168,61 @@ def test_no_rope_freq_pattern() -> None:
     assert config.layer_has_rope(9)  # a multi-token-prediction layer behind the decoder
     nowhere = small_config(num_layers=8, no_rope_freq=1)
     assert not any(nowhere.layer_has_rope(n) for n in range(1, 10))
+
+
+KDA = {
+    "num_layers": 4,
+    "mla_full_attn_layers": [4],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+}
+
+
+def test_layers_of_kimi_delta_attention_count_from_one() -> None:
+    config = small_config(**KDA)
+    assert [n for n in range(1, 6) if config.layer_has_mla(n)] == [4]
+    assert all(small_config(num_layers=4).layer_has_mla(n) for n in range(1, 5))
+    assert dataclasses.replace(config, layernorm_epsilon=1e-5).mla_full_attn_layers == [4]
+
+
+def test_without_such_layers_their_fields_do_not_matter() -> None:
+    odd = {"linear_num_key_heads": 3, "kda_gate_lower_bound": 1.0, "context_parallel_size": 2}
+    small_config(**odd)
+    small_config(**odd, num_layers=2, mla_full_attn_layers=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"mla_full_attn_layers": [0, 4]}, "mla_full_attn_layers"),
+        ({"mla_full_attn_layers": [5]}, "mla_full_attn_layers"),
+        ({"mla_full_attn_layers": [3, 1]}, "mla_full_attn_layers"),
+        ({"mla_full_attn_layers": [1, 1]}, "mla_full_attn_layers"),
+        ({"mla_full_attn_layers": 4}, "mla_full_attn_layers"),
+        ({"mla_full_attn_layers": ["4"]}, "mla_full_attn_layers"),
+        ({"linear_num_value_heads": 8}, "linear_num_value_heads"),
+        ({"linear_num_key_heads": 0, "linear_num_value_heads": 0}, "linear_num_key_heads"),
+        (
+            {
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 3,
+                "tensor_model_parallel_size": 2,
+            },
+            "linear_num_key_heads",
+        ),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ({"linear_value_head_dim": None}, "linear_value_head_dim"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        ({"kda_gate_rank": 0}, "kda_gate_rank"),
+        ({"kda_gate_lower_bound": 0.0}, "kda_gate_lower_bound"),
+        ({"kda_gate_lower_bound": float("nan")}, "kda_gate_lower_bound"),
+        ({"kda_output_gate": "none"}, "kda_output_gate"),
+        ({"context_parallel_size": 2}, "context_parallel_size"),
+        ({"fp8": "hybrid", "transformer_impl": "transformer_engine"}, "fp8"),
+        ({**DSA, "dsa_indexer_topk_freq": 2}, "dsa_indexer_topk_freq"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_kimi_delta_attention_that_cannot_be_is_refused_by_name(changes, field) -> None:
+    with pytest.raises(ValueError, match=f"^{field} .*; "):
+        small_config(**{**KDA, **changes})

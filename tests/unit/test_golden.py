@@ -206,9 +206,10 @@ def run_layers(case: golden.Case, dtype: torch.dtype, device: torch.device):
     from megatron_mla import MLATransformerConfig
     from megatron_mla.attention.index_sharing import IndexBook, with_index_book
     from megatron_mla.attention.indexer_loss import IndexerLossLog
-    from megatron_mla.specs import mla_attention_spec
+    from megatron_mla.specs import kda_attention_spec, mla_attention_spec
 
     fields = golden.config_fields(case)
+    attention_spec = kda_attention_spec if golden.kind_of(case) == "kda" else mla_attention_spec
     if device.type == "cuda" and dtype == torch.bfloat16:
         # The files' core attention keeps probabilities in fp32; fused backends round them to bf16.
         fields["attention_backend"] = AttnBackend.unfused
@@ -228,7 +229,7 @@ def run_layers(case: golden.Case, dtype: torch.dtype, device: torch.device):
     layers = {}
     for number, prefix in enumerate(golden.layer_names(case), start=1):
         layer = build_module(
-            mla_attention_spec(config),
+            attention_spec(config),
             config=config,
             layer_number=number,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -284,8 +285,10 @@ def test_scales_and_frequencies_match_the_library(case):
         assert rel_error(inv_freq(params), case["inv_freq"]) <= 1e-6
 
 
-@cases("dense", "absorbed", "dsa")
+@cases("dense", "absorbed", "dsa", "kda")
 def test_layer_matches_the_library(case, device, single_rank):
+    if golden.kind_of(case) == "kda":
+        device = torch.device("cpu")  # fla-core's kernels multiply fp32 in TF32
     dtype = golden.DTYPES[case["meta"]["dtype"]]
     output, grad_input, grads, chosen, losses = run_layers(case, dtype, device)
     assert_same_keys(case, chosen)
@@ -318,3 +321,42 @@ def test_layer_matches_the_library(case, device, single_rank):
     }
     far = {name: pair for name, pair in errors.items() if not pair[0] <= 2 * pair[1]}
     assert not far, f"(ours, the library's) distance from fp32: {far}"
+
+
+@cases("kimi_model")
+def test_model_matches_the_library(case, single_rank):
+    """Layers of Kimi Delta Attention and of MLA, dense and with experts, from input to logits."""
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_mla import MLATransformerConfig
+    from megatron_mla.specs import mla_block_spec
+
+    if torch.cuda.is_available():
+        pytest.skip("fla-core's kernels multiply fp32 in TF32, and GPTModel has no CPU to go to")
+    config = MLATransformerConfig(**golden.config_fields(case))
+    model = GPTModel(
+        config,
+        transformer_layer_spec=mla_block_spec(config),
+        vocab_size=case["output"].shape[-1],
+        max_sequence_length=case["output"].shape[1],
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=False,
+    )
+    weights = golden.kimi_model_weights(case, "state_dict")
+    loaded = model.load_state_dict(weights, strict=False)
+    extra = ("_extra_state", "local_tokens_per_expert")
+    missing = [n for n in loaded.missing_keys if not n.endswith(extra)]
+    assert missing == ["embedding.word_embeddings.weight"] and not loaded.unexpected_keys, loaded
+    x = golden.sequence_first(case, "hidden_states").clone().requires_grad_()
+    logits = model(None, None, None, decoder_input=x)
+    logits.backward(case["grad_output"])
+    library = {
+        "input gradient": golden.sequence_first(case, "grad_input"),
+        "output": case["output"],
+    }
+    library |= golden.kimi_model_weights(case, "grad_params")
+    ours = {"input gradient": x.grad, "output": logits.detach()}
+    ours |= {n: p.grad for n, p in model.named_parameters() if not n.startswith("embedding")}
+    assert ours.keys() == library.keys()
+    errors = {name: rel_error(ours[name], library[name]) for name in library}
+    assert all(error <= FP32_BOUND for error in errors.values()), errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mla.attention.kda import KimiDeltaAttention
 from megatron_mla.attention.latent import LatentAttention
 from megatron_mla.attention.mla import MLASelfAttention
 from megatron_mla.specs import (
@@ -152,3 +153,85 @@ def test_mtp_layer_that_would_share_indices_is_refused(single_rank) -> None:
     config = small_config(**DSA, **{"num_layers": 3, "mtp_num_layers": 1}, dsa_indexer_topk_freq=4)
     with pytest.raises(ValueError, match="layer 4 of the stage .* layer 1;"):
         mla_mtp_block_spec(config, mla_block_spec(config))
+
+
+KDA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "no_rope_freq": 1,
+}
+KIMI_LINEAR = [4, 8, 12, 16, 20, 24, 27]  # full_attn_layers of its checkpoint
+
+
+@pytest.mark.parametrize("stages", [1, 3, 9])
+def test_layers_of_kimi_linear_stand_where_its_checkpoint_says(stages, single_rank) -> None:
+    fields = {"num_layers": 27, "pipeline_model_parallel_size": stages}
+    config = small_config(
+        **KDA, **fields, pipeline_dtype=torch.float32, mla_full_attn_layers=KIMI_LINEAR
+    )
+    kinds = []
+    for stage in range(stages):
+        block = mla_block_spec(config, pp_rank=stage)
+        kinds += [layer.submodules.self_attention.module for layer in block.layer_specs]
+    assert len(kinds) == 27
+    assert [n for n, kind in enumerate(kinds, 1) if kind is MLASelfAttention] == KIMI_LINEAR
+    assert kinds.count(KimiDeltaAttention) == 20
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_hybrid_trains_a_step_with_gradients_everywhere(single_rank, changes) -> None:
+    changes = {**changes, "moe_layer_freq": [0, 1, 1]} if changes else {}
+    config = small_config(
+        **KDA,
+        num_layers=3,
+        mla_full_attn_layers=[2],
+        ffn_hidden_size=32,
+        gated_linear_unit=True,
+        **changes,
+    )
+    model = gpt(config, mla_block_spec(config))
+    kinds = [type(layer.self_attention) for layer in model.decoder.layers]
+    assert kinds == [KimiDeltaAttention, MLASelfAttention, KimiDeltaAttention]
+    assert [layer.self_attention.layer_number for layer in model.decoder.layers] == [1, 2, 3]
+    assert not model.decoder.layers[1].self_attention.has_rope
+    tokens = torch.arange(16, device=torch.cuda.current_device())[None]
+    model(tokens, None, None, labels=tokens).mean().backward()
+    for name, parameter in model.named_parameters():
+        if "experts.local_experts" not in name:
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("full", [[2], [1]], ids=["mla", "kda"])
+def test_mtp_layer_is_like_the_last_layer(full, single_rank) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    config = small_config(**KDA, num_layers=2, mtp_num_layers=1, mla_full_attn_layers=full)
+    block = mla_block_spec(config)
+    model = GPTModel(
+        config,
+        transformer_layer_spec=block,
+        mtp_block_spec=mla_mtp_block_spec(config, block),
+        vocab_size=64,
+        max_sequence_length=16,
+        position_embedding_type="none",
+    ).to(torch.cuda.current_device())
+    layers = [m for m in model.modules() if isinstance(m, LatentAttention | KimiDeltaAttention)]
+    assert sorted(m.layer_number for m in layers) == [1, 2, 3]
+    by_number = {m.layer_number: type(m) for m in layers}
+    assert by_number[3] is by_number[2] is not by_number[1]
+    tokens = torch.arange(16, device=torch.cuda.current_device())[None]
+    model(tokens, None, None, labels=tokens).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_hybrid_with_sparse_attention_chooses_keys_in_its_mla_layers(single_rank) -> None:
+    config = small_config(**DSA, **KDA, num_layers=2, mla_full_attn_layers=[2])
+    model = gpt(config, mla_block_spec(config))
+    kinds = [type(layer.self_attention).__name__ for layer in model.decoder.layers]
+    assert kinds == ["KimiDeltaAttention", "DSASelfAttention"]
+    tokens = torch.arange(16, device=torch.cuda.current_device())[None]
+    loss = model(tokens, None, None, labels=tokens).mean()
+    loss.backward()
+    assert torch.isfinite(loss)

@@ -217,7 +217,7 @@ def test_hooks_of_the_key_value_up_projection_run() -> None:
     assert all(args[0] is layer.linear_kv_up_proj for args in calls)
 
 
-@pytest.mark.parametrize("argument", ["key_value_states", "inference_context", "rotary_pos_emb"])
+@pytest.mark.parametrize("argument", ["key_value_states", "rotary_pos_emb"])
 def test_argument_without_meaning_is_refused_by_name(argument) -> None:
     with pytest.raises(ValueError, match=argument):
         small_layer(**ABSORBED)(hidden(), None, **{argument: torch.ones(1)})

@@ -215,7 +215,6 @@ def test_tables_are_in_no_state_dict() -> None:
     "argument",
     [
         "key_value_states",
-        "inference_context",
         "rotary_pos_emb",
         "rotary_pos_cos_sin",
         "attention_bias",

@@ -53,3 +53,20 @@ def test_deepseek_proxies_have_the_published_widths():
         widths = [model[k] for k in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")]
         assert widths == [128, 64, 128] and model["kv_lora_rank"] == 512
         assert model["rotary_scaling_factor"] == 40 and model["mscale"] == model["mscale_all_dim"]
+
+
+def test_kimi_proxy_has_the_published_widths():
+    """Of config.json of Kimi-Linear-48B-A3B."""
+    (path,) = (p for p in CONFIGS if p.stem == "kimi_linear_proxy_h200")
+    run = flags.parse_run(["--config", str(path)])
+    model = run.model
+    widths = ["hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "kv_lora_rank"]
+    assert [model[key] for key in widths] == [2304, 9216, 1024, 512]
+    assert model["q_lora_rank"] is None and model["moe_router_topk_scaling_factor"] == 2.446
+    heads = ["num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"]
+    assert [model[key] for key in heads] == [32] * 3
+    heads = ["linear_key_head_dim", "linear_value_head_dim", "qk_head_dim", "v_head_dim"]
+    assert [model[key] for key in heads] == [128] * 4
+    config = make_config(run, on_gpu=True)
+    assert not any(config.layer_has_rope(n) for n in range(1, 5))
+    assert [config.layer_has_mla(n) for n in range(1, 5)] == [False, False, False, True]
