@@ -25,5 +25,10 @@ setup(
         "hf": ["transformers", "safetensors"],
         "dev": [*TRAIN, *FLA, "pytest", "pytest-timeout", "hypothesis", "ruff", "codespell"],
     },
-    entry_points={"console_scripts": ["megatron-mla-pretrain = megatron_mla.recipe.cli:main"]},
+    entry_points={
+        "console_scripts": [
+            "megatron-mla-pretrain = megatron_mla.recipe.cli:main",
+            "megatron-mla-generate = megatron_mla.recipe.generate:main",
+        ]
+    },
 )

@@ -30,6 +30,15 @@ MODELS = {
         "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "alltoall",
     },
+    "kimi-linear": {
+        "no_rope_freq": 1,
+        "q_lora_rank": None,
+        "mla_full_attn_layers": [2],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    },
 }
 COUNT = 24
 greedy = Sampler(temperature=0)
