@@ -107,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     quiet_libraries(sys.stderr)
+    joined = _has_ranks()  # those of a program that calls this one are not ours to part from
     try:
         options, rest = make_parser().parse_known_args(arguments)
         run = _parse(options, rest)
@@ -117,11 +118,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        _leave()
-        return 2
-    _generate(options, model, prompts)
-    _leave()
-    return 0
+        status = 2
+    else:
+        _generate(options, model, prompts)
+        status = 0
+    if _has_ranks() and not joined:
+        sys.modules["torch"].distributed.destroy_process_group()
+    return status
 
 
 def _parse(options: argparse.Namespace, rest: list[str]) -> Run:
@@ -356,8 +359,7 @@ def _note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _leave() -> None:
-    """Part from the other ranks, if there are any yet."""
+def _has_ranks() -> bool:
+    """Whether torch's process group is there; does not import torch for the answer."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()
+    return distributed is not None and distributed.is_initialized()

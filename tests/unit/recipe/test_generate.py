@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_mla.recipe import generate
 
@@ -116,3 +117,9 @@ def test_help_teaches_without_loading_what_generates(capsys) -> None:
     text = capsys.readouterr().out
     for word in ("--prompt ", "--cache-dtype", "torchrun", "pretrain.py --help", "0: always"):
         assert word in text
+
+
+def test_process_group_of_the_caller_stays(default_group, capsys) -> None:
+    assert generate.main(["--config", "nowhere.yaml", "--prompt", "a"]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+    assert torch.distributed.is_initialized()
