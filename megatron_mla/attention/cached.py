@@ -9,6 +9,8 @@ Legend: s rows of a pass, B sequences, H heads of this rank, E = C + d channels 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ class CachedAttention(Absorption):
     """What a latent-attention layer does with an inference context."""
 
     starts_dense = True
-    """Whether :meth:`_first_pass` is there."""
+    """Whether a pass with nothing in front of it takes :meth:`_first_pass`."""
 
     # Nothing is learnt from a cache, and gradients would keep all passes alive.
     @torch.no_grad()
@@ -85,12 +87,12 @@ class CachedAttention(Absorption):
             out = self._over_cache(hidden_states, context, step, packed_seq_params)
         return self.linear_proj(out)
 
+    @abstractmethod
     def _first_pass(self, hidden_states: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """The layer without a cache: rows to keep [s, B, E], and [s, B, H * V].
 
         Padding is behind a sequence's own rows, from which the causal mask keeps it.
         """
-        raise NotImplementedError
 
     def _over_cache(
         self, hidden_states: Tensor, context: LatentInferenceContext, step: Step, packed_seq_params
