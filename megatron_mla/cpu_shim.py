@@ -40,7 +40,7 @@ def install_cpu_shim() -> bool:
     if not _installed:
         _patch_torch_cuda()
         _patch_random_states()
-        _patch_collectives()
+        patch_gloo_collectives()
         _CudaMeansCpu().__enter__()
         # Megatron-Core decorates its fused bias/activation functions with torch.compile when its
         # modules are imported. On a CPU that wants a C++ compiler and minutes; the undecorated
@@ -149,7 +149,12 @@ def _copy_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _patch_collectives() -> None:
+def patch_gloo_collectives() -> None:
+    """Give gloo what Megatron-Core asks of NCCL: averages, and sizes of parts given as tensors.
+
+    Other backends are asked as before. :func:`install_cpu_shim` does this by itself; call it where
+    ranks share a GPU, which NCCL refuses and gloo allows.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     stock_all_reduce, stock_all_to_all = c10d.all_reduce, c10d.all_to_all_single

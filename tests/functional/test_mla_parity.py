@@ -38,8 +38,6 @@ def answers(tmp_path_factory):
 
     def of(world: int) -> dict:
         if world not in known:
-            if torch.cuda.is_available() and torch.cuda.device_count() < world:
-                pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
             report = tmp_path_factory.mktemp("parity") / f"{world}.json"
             try:
                 output = run_ranks(PROGRAM, world, "--report", str(report), timeout=420)
@@ -64,4 +62,6 @@ def test_parallel_equals_one_rank(case: parity.Case, answers) -> None:
     assert case.id in found, f"the ranks ended before this case:\n{found['output']}"
     answer = found[case.id]
     assert answer["ok"], answer.get("error")
-    assert max(answer["worst"].values()) < 1e-5
+    # fla-core's kernels, on a GPU alone, multiply in TF32.
+    tf32 = case.form == "kda" and torch.cuda.is_available()
+    assert max(answer["worst"].values()) < (1e-3 if tf32 else 1e-5)
