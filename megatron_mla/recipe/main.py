@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         run = parse_run(arguments)
-        trainer = _prepare(run)
+        trainer = prepare(run)
     except (ValueError, ImportError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -51,10 +51,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _prepare(run: Run) -> Trainer | None:
+def prepare(run: Run, *, regroup: bool = False) -> Trainer | None:
     """Check the run against the machine, start the ranks, build everything.
 
-    Returns None when the run is already complete.
+    Args:
+        regroup: the ranks have a process group; keep it and group them anew inside of it.
+    Returns:
+        None when the run is already complete.
+    Raises:
+        ValueError, ImportError: what could not run.
     """
     on_gpu = not install_cpu_shim()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,7 +74,7 @@ def _prepare(run: Run) -> Trainer | None:
     start = _find_start(run.checkpoint)
     _check_folders(run)
 
-    device = _start_ranks(run, on_gpu)
+    device = _start_ranks(run, on_gpu, regroup=regroup)
     share = Share(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -232,14 +237,16 @@ def _check_folders(run: Run) -> None:
             raise ValueError(f"{name} {folder} cannot be written to; choose another folder")
 
 
-def _start_ranks(run: Run, on_gpu: bool) -> torch.device:
+def _start_ranks(run: Run, on_gpu: bool, *, regroup: bool = False) -> torch.device:
     """Join the ranks that torchrun started, or be the only one; group and seed them."""
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
-    if "RANK" in os.environ:
+    if regroup:
+        parallel_state.destroy_model_parallel()
+    elif "RANK" in os.environ:
         torch.distributed.init_process_group(backend)
     else:
         store = torch.distributed.HashStore()

@@ -42,7 +42,7 @@ def machine() -> dict[str, str]:
         asked = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "triton": triton_version,
         "commit": commit or "unknown",
@@ -200,13 +200,15 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def append_rows(name: str, rows: list[dict]) -> Path:
+def append_rows(
+    name: str, rows: list[dict], columns=COLUMNS, folder: Path = ROOT / "benchmarks"
+) -> Path:
     """Append rows to ``benchmarks/<name>.csv`` (with a header when it is new)."""
-    path = ROOT / "benchmarks" / f"{name}.csv"
+    path = folder / f"{name}.csv"
     path.parent.mkdir(exist_ok=True)
     fresh = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         if fresh:
             writer.writeheader()
         writer.writerows(rows)

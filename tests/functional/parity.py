@@ -509,8 +509,12 @@ def run_case(case: Case, dtype: torch.dtype) -> dict[str, float]:
     )
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from tests.helpers.untuned import use_first_configurations
+
     device = torch.device(torch.cuda.current_device())
     _split_ranks(case.tp, case.cp)
+    if case.form == "kda" and torch.cuda.is_available():
+        use_first_configurations()
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     truth = alone = solve_alone(case, torch.float32, device)
     given = {}
@@ -563,7 +567,8 @@ def setup_ranks() -> None:
 
     NCCL with a GPU per rank. Gloo where ranks share GPUs, which NCCL refuses, and on a CPU.
     """
-    from megatron_mla.cpu_shim import install_cpu_shim, patch_gloo_collectives
+    from megatron_mla.cpu_shim import install_cpu_shim
+    from tests.helpers.shared_gpu import share_gpus
 
     install_cpu_shim()
     if dist.is_initialized():
@@ -574,7 +579,7 @@ def setup_ranks() -> None:
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(local % gpus)
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
-        patch_gloo_collectives()
+        share_gpus()
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("nccl", device_id=torch.device(torch.cuda.current_device()))

@@ -17,6 +17,7 @@ from megatron_mla.parallel.microbatch import rows_of_microbatch
 from megatron_mla.specs import kda_attention_spec
 from tests.helpers.close import rel_error
 from tests.helpers.layers import gradients, hidden, packed, small_config
+from tests.helpers.untuned import use_first_configurations
 
 KDA = {
     "num_layers": 2,
@@ -29,6 +30,12 @@ KDA = {
 ON_GPU = torch.cuda.is_available()
 # fla-core's kernels multiply in TF32, in chunks; the naive recurrence is this one in fp32.
 BOUND = 1e-2 if ON_GPU else 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untuned() -> None:
+    if ON_GPU:
+        assert use_first_configurations() > 5
 
 
 def kda_layer(**changes):
