@@ -159,6 +159,39 @@ def should_use_dsa_kernels(config, num_heads: int) -> bool:
     return False
 
 
+def should_use_decode_kernel(query: torch.Tensor, keys: torch.Tensor, v_dim: int) -> bool:
+    """Whether attention over cached rows runs in its Triton kernel.
+
+    The first call for a kind of tensors holds the kernel against its twin, which takes seconds and
+    waits for the device: it cannot be inside of a CUDA graph.
+
+    Args:
+        query: [B, s, H, E]. keys: [B, T, E]. v_dim: width of the value.
+    Returns:
+        False silently where they are not on a CUDA device, in fp64, and where gradients are
+        recorded; False with one warning per process where the kernel cannot run or is wrong on this
+        machine; else True.
+    """
+    recorded = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
+    if not query.is_cuda or torch.float64 in (query.dtype, keys.dtype) or recorded:
+        return False
+    reason = _fault(
+        "megatron_mla.kernels.decode_selfcheck",
+        "decode_fault",
+        (query.dtype, keys.dtype),
+        query.shape[1] * query.shape[2],
+        (v_dim, keys.shape[-1] - v_dim),
+    )
+    if reason is None:
+        return True
+    say_once(
+        "decode-kernel",
+        f"Falling back to plain PyTorch for attention over a cache: {reason}.",
+        warn=True,
+    )
+    return False
+
+
 def should_use_fused_mla_rope(config) -> bool:
     """Whether MLA layers rotate and pack with the fused kernels.
 

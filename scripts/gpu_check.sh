@@ -16,11 +16,14 @@ if "$PY" -c "import xdist" 2>/dev/null; then ALSO=(-n 12); fi
     --deselect tests/unit/kernels/test_gpu.py
 "$PY" -m pytest -q "${ALSO[@]}" tests/unit/attention tests/unit/parallel tests/unit/test_golden.py
 "$PY" -m pytest -q tests/functional
-"$PY" -m tests.helpers.exercise_kernels
+PROGRAMS=(tests.helpers.exercise_kernels tests.helpers.exercise_decode)
+for program in "${PROGRAMS[@]}"; do "$PY" -m "$program"; done
 if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1) &&
     [ -n "$sanitizer" ]; then
     for tool in memcheck racecheck; do
-        "$sanitizer" --tool "$tool" --error-exitcode 1 "$PY" -m tests.helpers.exercise_kernels
+        for program in "${PROGRAMS[@]}"; do
+            "$sanitizer" --tool "$tool" --error-exitcode 1 "$PY" -m "$program"
+        done
     done
 else
     echo "compute-sanitizer is not here: memory and races are not checked" >&2

@@ -264,9 +264,11 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, cudnn: bool, dropout_p: float, s
     rows, keys = q.shape[2], k.shape[2]
     # One head for all: only here, so that neither copies nor gradients of it are made per head.
     k, v = (t.expand(-1, q.shape[1], -1, -1) for t in (k, v))
-    if rows == keys:
+    if rows in (1, keys):
+        # A single query sees every key. (Split in two as below, its own key would be a square of
+        # one, of which cuDNN has no backward; torch looks for that before it calls cuDNN.)
         return scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout_p, scale=scale
+            q, k, v, is_causal=rows > 1, dropout_p=dropout_p, scale=scale
         )
     if cudnn and not dropout_p:
         return _PrefixThenCausal.apply(q, k, v, scale)

@@ -6,11 +6,10 @@ the leading C are the value.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-# Scores that are made at once.
-CHUNK_ELEMENTS = 1 << 25
+from megatron_mla.kernels.decode_attention_ref import decode_attention_ref
+from megatron_mla.selection import should_use_decode_kernel
 
 
 def attend_to_rows(
@@ -24,6 +23,9 @@ def attend_to_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over cached rows, told apart by position.
 
+    On a GPU by the kernel of :mod:`megatron_mla.kernels.decode_attention` unless a gradient is
+    recorded; else, and wherever the kernel cannot run, by its twin.
+
     Args:
         query: [B, s, H, E].
         keys: [B, T, E], one for all heads; what a row that is not there holds does not matter.
@@ -36,25 +38,7 @@ def attend_to_rows(
         [B, s, H, C] in the dtype of ``query`` and the natural log-sum-exp [B, s, H] in fp32 (fp64
         for fp64). Rows that see no key are 0 and -inf.
     """
-    batch, rows, heads, _ = query.shape
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    there = key_positions >= 0
-    # What nobody wrote may be NaN, which no weight of 0 would take away.
-    keys = keys.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
-    step = max(1, CHUNK_ELEMENTS // max(1, batch * heads * keys.shape[1]))
-    outs, levels = [], []
-    for start in range(0, rows, step):
-        part = query[:, start : start + step].to(wide)
-        where = query_positions[:, start : start + step, None]
-        seen = there.unsqueeze(1) & (key_positions.unsqueeze(1) <= where)  # [B, s, T]
-        scores = torch.einsum("bshe,bte->bsht", part, keys) * scale
-        scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-        level = scores.logsumexp(dim=-1)
-        weights = (scores - level.masked_fill(level.isinf(), 0.0).unsqueeze(-1)).exp()
-        outs.append(torch.einsum("bsht,btc->bshc", weights, keys[..., :v_dim]).to(query.dtype))
-        levels.append(level)
-    if not outs:
-        return query.new_zeros(batch, rows, heads, v_dim), query.new_zeros(
-            batch, rows, heads, dtype=wide
-        )
-    return torch.cat(outs, dim=1), torch.cat(levels, dim=1)
+    attend = decode_attention_ref
+    if should_use_decode_kernel(query, keys, v_dim):
+        from megatron_mla.kernels.decode_attention import decode_attention as attend
+    return attend(query, keys, query_positions, key_positions, scale=scale, v_dim=v_dim)

@@ -126,6 +126,22 @@ def prepare(run: Run, *, regroup: bool = False) -> Trainer | None:
     )
 
 
+def _are_grouped(run: Run) -> bool:
+    """Whether Megatron-Core's groups are of this run's split. Each new one would cost memory."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    sizes = run.parallel
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    ) == (
+        sizes.tensor_model_parallel_size,
+        sizes.context_parallel_size,
+        sizes.expert_model_parallel_size,
+    )
+
+
 def _make_deterministic() -> None:
     """Same bits from the same run: before the libraries read their variables.
 
@@ -245,6 +261,8 @@ def _start_ranks(run: Run, on_gpu: bool, *, regroup: bool = False) -> torch.devi
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
     if regroup:
+        if _are_grouped(run):
+            return _seeded(run, device)
         parallel_state.destroy_model_parallel()
     elif "RANK" in os.environ:
         torch.distributed.init_process_group(backend)
@@ -257,6 +275,10 @@ def _start_ranks(run: Run, on_gpu: bool, *, regroup: bool = False) -> torch.devi
         expert_model_parallel_size=run.parallel.expert_model_parallel_size,
         create_gloo_process_groups=False,
     )
+    return _seeded(run, device)
+
+
+def _seeded(run: Run, device: torch.device) -> torch.device:
     torch.manual_seed(run.training.seed)
     model_parallel_cuda_manual_seed(run.training.seed)
     return device

@@ -200,11 +200,9 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def append_rows(
-    name: str, rows: list[dict], columns=COLUMNS, folder: Path = ROOT / "benchmarks"
-) -> Path:
-    """Append rows to ``benchmarks/<name>.csv`` (with a header when it is new)."""
-    path = folder / f"{name}.csv"
+def append_rows(name: str, rows: list[dict], columns=COLUMNS, folder: Path | None = None) -> Path:
+    """Append rows to ``<folder>/<name>.csv``, with a header when it is new; None: benchmarks/."""
+    path = (folder or ROOT / "benchmarks") / f"{name}.csv"
     path.parent.mkdir(exist_ok=True)
     fresh = not path.exists()
     with path.open("a", newline="") as file:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import os
 import statistics
 import sys
@@ -240,10 +241,13 @@ def bench_layer(case: str, tp: int, smoke: bool) -> list[dict]:
 
     cp = dist.get_world_size() // tp
     tokens = LAYERS[case] // (SMOKE_SHORTER if smoke else 1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, context_parallel_size=cp
-    )
+    if not parallel_state.model_parallel_is_initialized() or cp != (
+        parallel_state.get_context_parallel_world_size()
+    ):  # else the groups of the last case
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp, context_parallel_size=cp
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     fields = common_fields(SMOKE_WIDTHS if smoke else GLM_5_DSA)
     dtype = torch.float32 if smoke else torch.bfloat16
@@ -337,8 +341,8 @@ def join() -> None:
             raise SystemExit(
                 f"A rank needs a GPU of its own, this machine has {torch.cuda.device_count()}."
             )
+        # Without device_id: that makes every group at once, and each takes memory.
         torch.cuda.set_device(local)
-        options["device_id"] = torch.device("cuda", local)
     if "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": ranks}
     dist.init_process_group("nccl" if on_gpu else "gloo", **options)
@@ -375,6 +379,7 @@ def main() -> None:
             if options.only not in f"{op} {case}":
                 continue
             rows = [{**row, **machine()} for row in bench(case, options.tp, options.smoke)]
+            gc.collect()  # models are held by their own hooks
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if not first:

@@ -127,6 +127,33 @@ def test_te_is_absent_with_a_reason_without_a_gpu(monkeypatch) -> None:
     assert "CUDA" in selection.te_missing_reason()
 
 
+def test_decode_kernel_is_for_gpus_and_says_once_why_it_cannot_run(monkeypatch) -> None:
+    def asked(dtype=torch.bfloat16, is_cuda=True, requires_grad=False):
+        what = {"dtype": dtype, "is_cuda": is_cuda, "requires_grad": requires_grad}
+        query = SimpleNamespace(shape=(2, 1, 6, 28), **what)
+        keys = SimpleNamespace(shape=(2, 9, 28), **what)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            answer = selection.should_use_decode_kernel(query, keys, 20)
+        return answer, [str(w.message) for w in said]
+
+    found = []
+    monkeypatch.setattr(selection, "_fault", lambda *what: found.append(what))
+    assert asked() == (True, [])
+    assert found == [
+        ("megatron_mla.kernels.decode_selfcheck", "decode_fault", (torch.bfloat16,) * 2, 6, (20, 8))
+    ]
+    assert asked(is_cuda=False) == asked(dtype=torch.float64) == (False, [])
+    assert asked(requires_grad=True) == (False, [])
+    with torch.no_grad():
+        assert asked(requires_grad=True) == (True, [])
+    monkeypatch.setattr(selection, "_fault", lambda *what: "no FP8 on this GPU")
+    answer, said = asked()
+    assert answer is False and len(said) == 1
+    assert "plain PyTorch for attention over a cache: no FP8 on this GPU." in said[0]
+    assert asked() == (False, [])
+
+
 @pytest.mark.parametrize("how", ["off", "warn", "strict"])
 def test_deterministic_mode_on_a_gpu_needs_torchs_flag(how) -> None:
     config = small_config(deterministic_mode=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mla.inference import attention
 from megatron_mla.inference.attention import attend_to_rows
+from megatron_mla.kernels import chunks
 from tests.helpers.close import assert_close
 
 SCALE = 0.3
@@ -40,7 +40,7 @@ def oracle(query, key):
 
 @pytest.mark.parametrize("chunk", [1, 60, 1 << 25])
 def test_rows_see_keys_up_to_their_own_position(monkeypatch, chunk) -> None:
-    monkeypatch.setattr(attention, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk)
     query, key = problem()
     want = oracle(query, key)
     key[KEYS < 0] = torch.nan

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("offline.py")
 SPARSE = Path(__file__).with_name("offline_sparse.py")
+DECODE = Path(__file__).with_name("offline_decode.py")
 MAIN_WIDTHS = [128, 64, 128]
 
 
@@ -103,4 +104,19 @@ def test_sparse_attention_compiles_for_tensor_cores_and_fits(capability) -> None
         assert entry["fits"], entry
         assert bool(entry["products"]) != (entry["launch"] in WITHOUT_PRODUCTS), entry
         if entry["launch"] == "forward-hopper":
+            assert entry["products"] == ["wgmma.mma_async"]
+
+
+@CAPABILITIES
+def test_attention_over_cached_rows_compiles_for_tensor_cores_and_fits(capability) -> None:
+    """Keys that fill their tiles, of FP8 too, come by copies that do not hold up the products."""
+    entries = compiled(DECODE, capability)
+    assert len({e["launch"] for e in entries}) == (8 if capability >= 90 else 6)
+    for entry in entries:
+        merges = entry["kernel"] == "_merge_kernel"
+        assert entry["fits"] and (entry["splits"] > 1 or not merges), entry
+        assert bool(entry["products"]) != (merges or entry["launch"] == "fp32"), entry
+        if not merges and entry["launch"] not in ("ragged", "fp32"):
+            assert entry["copies"] >= 9, entry
+        if not merges and capability == 90 and "many" in entry["launch"]:
             assert entry["products"] == ["wgmma.mma_async"]
