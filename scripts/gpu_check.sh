@@ -16,7 +16,7 @@ if "$PY" -c "import xdist" 2>/dev/null; then ALSO=(-n 12); fi
     --deselect tests/unit/kernels/test_gpu.py
 "$PY" -m pytest -q "${ALSO[@]}" tests/unit/attention tests/unit/parallel tests/unit/test_golden.py
 "$PY" -m pytest -q tests/functional
-PROGRAMS=(tests.helpers.exercise_kernels tests.helpers.exercise_decode)
+PROGRAMS=(tests.helpers.exercise_kernels tests.helpers.exercise_fp8 tests.helpers.exercise_decode)
 for program in "${PROGRAMS[@]}"; do "$PY" -m "$program"; done
 if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1) &&
     [ -n "$sanitizer" ]; then
@@ -30,4 +30,6 @@ else
 fi
 "$PY" scripts/bench/rope.py --no-tests
 "$PY" scripts/bench/dsa.py --no-tests
+"$PY" scripts/bench/fp8.py --no-tests
+"$PY" scripts/bench/decode.py --no-tests
 "$PY" scripts/bench/layer.py

@@ -26,17 +26,8 @@ def attend_to_rows(
     On a GPU by the kernel of :mod:`megatron_mla.kernels.decode_attention` unless a gradient is
     recorded; else, and wherever the kernel cannot run, by its twin.
 
-    Args:
-        query: [B, s, H, E].
-        keys: [B, T, E], one for all heads; what a row that is not there holds does not matter.
-        query_positions: [B, s] integer, negative for rows that are padding.
-        key_positions: [B, T] integer, negative for rows that are not there. A query sees the keys
-            up to its own position.
-        scale: factor on the products.
-        v_dim: C.
-    Returns:
-        [B, s, H, C] in the dtype of ``query`` and the natural log-sum-exp [B, s, H] in fp32 (fp64
-        for fp64). Rows that see no key are 0 and -inf.
+    Arguments and results are those of
+    :func:`~megatron_mla.kernels.decode_attention_ref.decode_attention_ref`.
     """
     attend = decode_attention_ref
     if should_use_decode_kernel(query, keys, v_dim):

@@ -1,9 +1,10 @@
-"""Process groups of one attention layer, read once from Megatron-Core's collection."""
+"""Process groups of one attention layer, and Megatron-Core's groups of one split of the ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
@@ -41,3 +42,29 @@ class ParallelGroups:
                 )
         tp, cp = collection.tp, collection.cp
         return cls(tp, cp, tp.rank(), tp.size(), cp.rank(), cp.size())
+
+
+def split_ranks(tp: int, cp: int, ep: int = 1) -> None:
+    """Give Megatron-Core's parallel state the groups of this split; ranks are joined already.
+
+    Groups of the same split that are there are used again: NCCL keeps the memory of every group
+    that ever was. Those of another split are forgotten.
+
+    Args:
+        tp, cp, ep: tensor-, context- and expert-parallel sizes.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        there = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+        if there == (tp, cp, ep):
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        create_gloo_process_groups=False,
+    )

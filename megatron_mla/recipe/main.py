@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_mla.cpu_shim import install_cpu_shim
+from megatron_mla.parallel.groups import split_ranks
 
 from . import checkpoint
 from .batches import Batches, Samples, Share
@@ -51,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def prepare(run: Run, *, regroup: bool = False) -> Trainer | None:
+def prepare(run: Run, *, joined: bool = False) -> Trainer | None:
     """Check the run against the machine, start the ranks, build everything.
 
     Args:
-        regroup: the ranks have a process group; keep it and group them anew inside of it.
+        joined: the ranks have a process group already, which is kept.
     Returns:
         None when the run is already complete.
     Raises:
@@ -74,7 +75,7 @@ def prepare(run: Run, *, regroup: bool = False) -> Trainer | None:
     start = _find_start(run.checkpoint)
     _check_folders(run)
 
-    device = _start_ranks(run, on_gpu, regroup=regroup)
+    device = _start_ranks(run, on_gpu, joined=joined)
     share = Share(
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
@@ -123,22 +124,6 @@ def prepare(run: Run, *, regroup: bool = False) -> Trainer | None:
         progress=progress,
         data_parallel_size=share.dp_size,
         indexer_log=make_indexer_log(bare(model), device),
-    )
-
-
-def _are_grouped(run: Run) -> bool:
-    """Whether Megatron-Core's groups are of this run's split. Each new one would cost memory."""
-    if not parallel_state.model_parallel_is_initialized():
-        return False
-    sizes = run.parallel
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    ) == (
-        sizes.tensor_model_parallel_size,
-        sizes.context_parallel_size,
-        sizes.expert_model_parallel_size,
     )
 
 
@@ -253,32 +238,28 @@ def _check_folders(run: Run) -> None:
             raise ValueError(f"{name} {folder} cannot be written to; choose another folder")
 
 
-def _start_ranks(run: Run, on_gpu: bool, *, regroup: bool = False) -> torch.device:
+def _start_ranks(run: Run, on_gpu: bool, *, joined: bool = False) -> torch.device:
     """Join the ranks that torchrun started, or be the only one; group and seed them."""
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpu else "gloo"
-    if regroup:
-        if _are_grouped(run):
-            return _seeded(run, device)
-        parallel_state.destroy_model_parallel()
+    if joined:
+        pass
     elif "RANK" in os.environ:
         torch.distributed.init_process_group(backend)
     else:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
-        context_parallel_size=run.parallel.context_parallel_size,
-        expert_model_parallel_size=run.parallel.expert_model_parallel_size,
-        create_gloo_process_groups=False,
+    if not joined:  # groups of a world that has ended would be of no use
+        parallel_state.destroy_model_parallel()
+    sizes = run.parallel
+    split_ranks(
+        sizes.tensor_model_parallel_size,
+        sizes.context_parallel_size,
+        sizes.expert_model_parallel_size,
     )
-    return _seeded(run, device)
-
-
-def _seeded(run: Run, device: torch.device) -> torch.device:
     torch.manual_seed(run.training.seed)
     model_parallel_cuda_manual_seed(run.training.seed)
     return device

@@ -135,13 +135,13 @@ def measure(calls: dict[str, list[Callable]], quick: bool) -> dict[str, dict]:
         name: {
             "median_us": medians[name],
             "peak_mib": f"{peak_mib(turn[0]):.0f}",
-            "kernels": _kernels_or_blank(turn[0]),
+            "kernels": kernels_or_blank(turn[0]),
         }
         for name, turn in calls.items()
     }
 
 
-def _kernels_or_blank(call: Callable) -> int | str:
+def kernels_or_blank(call: Callable) -> int | str:
     """A machine whose profiler does not work still has its times."""
     try:
         return count_kernels(call)
@@ -198,6 +198,35 @@ def distance(got, want) -> float:
 def reason(error: BaseException) -> str:
     """One line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def forward_rows(
+    c, figures: dict[str, dict], *, moved: int, ceiling_tbps: float, about: dict, flops: int = 0
+) -> list[dict]:
+    """Rows of a forward that is measured by its bytes; prints them.
+
+    Args:
+        c: a case with ``op`` and ``name``.
+        figures: columns by implementation, ``median_us`` a number.
+        moved: bytes. flops: of implementations that do more than copy; 0 where nobody counts them.
+        ceiling_tbps: TB/s of a copy on the device.
+        about: columns of the machine.
+    """
+    rows = []
+    for name, columns in figures.items():
+        us = columns["median_us"]
+        tbps = moved / us / 1e6
+        row = {"op": c.op, "case": c.name, "direction": "forward", "impl": name, **columns, **about}
+        row |= {"median_us": f"{us:.1f}", "tbps": f"{tbps:.3f}"}
+        row["tflops"] = f"{flops / us / 1e6:.1f}" if flops and name != "copy" else ""
+        rows.append({**row, "share": f"{tbps / ceiling_tbps:.3f}"})
+        print(
+            f"{c.op:9s} {c.name:24s} {name:14s} {us:9.1f} us {tbps:6.2f} TB/s "
+            f"{tbps / ceiling_tbps:7.1%} of copy {row['tflops']:>6} TF/s {row['peak_mib']:>5} MiB "
+            f"{row['kernels']!s:>3} kernels",
+            flush=True,
+        )
+    return rows
 
 
 def append_rows(name: str, rows: list[dict], columns=COLUMNS, folder: Path | None = None) -> Path:

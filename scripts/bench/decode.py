@@ -38,8 +38,9 @@ from scripts.bench.common import (  # noqa: E402
     ROOT,
     append_rows,
     closed,
-    count_kernels,
     distance,
+    forward_rows,
+    kernels_or_blank,
     machine,
     opened,
     parser_of,
@@ -172,17 +173,8 @@ def measure(calls: dict[str, list[Callable]], quick: bool) -> dict[str, dict]:
     figures = {}
     for name, turn in calls.items():
         figures[name] = {"median_us": medians[name], "peak_mib": f"{peak_mib(turn[0]):.0f}"}
-        figures[name]["kernels"] = "" if quick else _kernels(turn[0])
+        figures[name]["kernels"] = "" if quick else kernels_or_blank(turn[0])
     return figures
-
-
-def _kernels(call: Callable) -> int | str:
-    """A machine whose profiler does not work still has its times."""
-    try:
-        return count_kernels(call)
-    except Exception as error:
-        print(f"kernels are not counted ({reason(error)})", flush=True)
-        return ""
 
 
 def bench(c: Case, *, measured: Callable, ceiling_tbps: float, about: dict, sets: int = 2,
@@ -196,21 +188,8 @@ def bench(c: Case, *, measured: Callable, ceiling_tbps: float, about: dict, sets
         sets: inputs that the calls rotate over.
     """
     calls, _ = checked_calls(c, device, dtype, sets)
-    rows = []
-    for name, figures in measured(calls).items():
-        us = figures["median_us"]
-        tbps, tflops = moved_bytes(c) / us / 1e6, flops(c) / us / 1e6
-        row = {"op": c.op, "case": c.name, "direction": "forward", "impl": name, **figures, **about}
-        row |= {"median_us": f"{us:.1f}", "tbps": f"{tbps:.3f}"}
-        row["tflops"] = "" if name == "copy" else f"{tflops:.1f}"
-        rows.append({**row, "share": f"{tbps / ceiling_tbps:.3f}"})
-        print(
-            f"{c.op} {c.name:24s} {name:6s} {us:9.1f} us {tbps:6.2f} TB/s "
-            f"{tbps / ceiling_tbps:7.1%} of copy {row['tflops']:>6} TF/s {row['peak_mib']:>6} MiB "
-            f"{row['kernels']!s:>3} kernels",
-            flush=True,
-        )
-    return rows
+    how = {"moved": moved_bytes(c), "flops": flops(c)}
+    return forward_rows(c, measured(calls), ceiling_tbps=ceiling_tbps, about=about, **how)
 
 
 def sets_for(c: Case, l2_bytes: int) -> int:

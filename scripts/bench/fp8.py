@@ -41,6 +41,7 @@ from scripts.bench.common import (  # noqa: E402
     closed,
     compiled,
     distance,
+    forward_rows,
     machine,
     measure,
     opened,
@@ -215,19 +216,9 @@ def bench(c: Case, *, measured: Callable, ceiling_tbps: float, about: dict, sets
         sets: inputs that the calls rotate over.
     """
     calls, wrong = checked_calls(c, device, dtype, sets)
-    rows = []
-    for name, figures in measured(calls).items():
-        us = figures["median_us"]
-        tbps = moved_bytes(c) / us / 1e6
-        row = {"op": c.op, "case": c.name, "direction": "forward", "impl": name, **figures, **about}
-        row |= {"median_us": f"{us:.1f}", "tbps": f"{tbps:.3f}", "tflops": ""}
-        rows.append({**row, "share": f"{tbps / ceiling_tbps:.3f}"})
-        print(
-            f"{c.op:9s} {c.name:24s} {name:14s} {us:8.1f} us {tbps:6.2f} TB/s "
-            f"{tbps / ceiling_tbps:7.1%} of copy {row['peak_mib']:>5} MiB {row['kernels']:3} "
-            "kernels",
-            flush=True,
-        )
+    rows = forward_rows(
+        c, measured(calls), moved=moved_bytes(c), ceiling_tbps=ceiling_tbps, about=about
+    )
     return rows, wrong
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import ROOT, append_rows, machine  # noqa: E402
+from scripts.bench.common import ROOT, append_rows, kernel_times, machine, peak_mib  # noqa: E402
 from scripts.bench.layer import GLM_5_DSA, common_fields  # noqa: E402
 
 COLUMNS = (
@@ -196,7 +196,7 @@ def bench_step(case: str, tp: int, smoke: bool) -> list[dict]:
                     *(SMOKE_FLAGS if smoke else ()),
                 ]
             )
-            trainer = prepare(run, regroup=True)
+            trainer = prepare(run, joined=True)
             edges = np.array(ENDS) * tokens // 16
             trainer.training.samples.boundaries = lambda index, edges=edges: edges
             attention[name] = AttentionTimes(bare(trainer.model))
@@ -233,21 +233,16 @@ def bench_step(case: str, tp: int, smoke: bool) -> list[dict]:
 
 def bench_layer(case: str, tp: int, smoke: bool) -> list[dict]:
     """The row of one sparse layer, all ranks on one sequence."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_mla import MLATransformerConfig
+    from megatron_mla.parallel.groups import split_ranks
     from megatron_mla.specs import mla_attention_spec
 
     cp = dist.get_world_size() // tp
     tokens = LAYERS[case] // (SMOKE_SHORTER if smoke else 1)
-    if not parallel_state.model_parallel_is_initialized() or cp != (
-        parallel_state.get_context_parallel_world_size()
-    ):  # else the groups of the last case
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, context_parallel_size=cp
-        )
+    split_ranks(tp, cp)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     fields = common_fields(SMOKE_WIDTHS if smoke else GLM_5_DSA)
     dtype = torch.float32 if smoke else torch.bfloat16
@@ -274,12 +269,9 @@ def bench_layer(case: str, tp: int, smoke: bool) -> list[dict]:
         layer.zero_grad(set_to_none=True)
 
     warm_up, measured = (1, 2) if smoke else (3, 10)
-    before = allocated()
     for _ in range(warm_up):
-        reset_peak()
         step()
-        sync()
-    peak = (allocated(peak=True) - before) / 2**20
+    peak = peak_mib(step) if torch.cuda.is_available() else 0
     clock, times = Clock(), []
     for _ in range(measured):
         sync()
@@ -305,8 +297,6 @@ def communication_us(call) -> float | None:
     """
     if not torch.cuda.is_available():
         return None
-    from scripts.bench.common import kernel_times
-
     sync()
     spans = kernel_times(call)
     sync()
@@ -334,7 +324,6 @@ def join() -> None:
     from megatron_mla.cpu_shim import install_cpu_shim
 
     on_gpu = not install_cpu_shim()
-    local, ranks = (int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     options = {}
     if on_gpu:
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
@@ -342,9 +331,9 @@ def join() -> None:
                 f"A rank needs a GPU of its own, this machine has {torch.cuda.device_count()}."
             )
         # Without device_id: that makes every group at once, and each takes memory.
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" not in os.environ:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": ranks}
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if on_gpu else "gloo", **options)
 
 

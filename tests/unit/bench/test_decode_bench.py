@@ -10,6 +10,7 @@ import torch
 
 from scripts.bench import common, decode
 from scripts.bench.common import COLUMNS
+from tests.helpers.charts import assert_chart
 
 CASES = {c.name: c for c in decode.CASES}
 ABOUT = {"gpu": "H200", "torch": "2.11", "triton": "3.6", "commit": "abc", "date": "2026-11-30"}
@@ -101,15 +102,4 @@ def test_tiles_and_splits_are_right(capsys):
 
 def test_chart_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    from scripts.bench.chart import draw
-
-    rows = [
-        {"op": c.op, "case": c.name, "direction": "forward", "impl": impl, "median_us": "10",
-         "share": "0.5", **ABOUT}
-        for c in decode.CASES for impl in ("ours", "eager", "copy")
-    ]  # fmt: skip
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-    assert draw(tmp_path / "rows.csv", tmp_path / "chart.svg").stat().st_size > 10_000
+    assert_chart(decode.CASES, ("ours", "eager", "copy"), ABOUT, tmp_path)
